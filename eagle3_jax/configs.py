@@ -1,0 +1,289 @@
+"""Frozen configuration dataclasses: static, hashable, and the command line's flags."""
+
+import dataclasses
+import math
+from typing import Literal
+
+from eagle3_jax.contracts import RequestError, UnsupportedError
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding of one attention.
+
+    Attributes:
+        theta: base of the frequencies.
+        kind: `default`, `linear`, `llama3` or `yarn`.
+        factor: context extension factor (all kinds but `default`).
+        original_length: context length before extension (`llama3`, `yarn`).
+        low_frequency_factor: `llama3` only.
+        high_frequency_factor: `llama3` only.
+        beta_fast: `yarn` only; start of the ramp, in rotations over the original length.
+        beta_slow: `yarn` only; end of the ramp.
+        mscale: `yarn` only; numerator of the attention factor (0 where absent).
+        mscale_all_dim: `yarn` only; its denominator, and the softmax scale of latent attention.
+        attention_factor: `yarn` only; overrides the factor on cosine and sine.
+        truncate: `yarn` only; whether the ramp's ends are rounded outward.
+        interleaved: pairs are (0, 1), (2, 3), ... and not (0, hd/2), (1, hd/2 + 1), ...
+    """
+
+    theta: float = 10000.0
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_length: int = 0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
+    interleaved: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (MLA) of DeepSeek-V3 and Kimi-K2.
+
+    Attributes:
+        kv_rank: width of the compressed latent kept in the cache.
+        q_rank: width of the compressed query; None for one plain projection.
+        nope_width: part of a query head without rotary embedding.
+        rope_width: part with rotary embedding; its key is shared by all heads.
+        value_width: head width of values.
+    """
+
+    kv_rank: int
+    q_rank: int | None
+    nope_width: int
+    rope_width: int
+    value_width: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """Mixture of experts of DeepSeek-V3 and Kimi-K2: sigmoid router, group limits, shared experts.
+
+    Attributes:
+        count: routed experts, e.
+        chosen: experts a token is sent to.
+        width: feed-forward width of one expert.
+        shared: shared experts, computed as one feed-forward of `shared * width`.
+        groups: contiguous groups the experts are divided into.
+        chosen_groups: groups kept for a token.
+        normalise: whether the chosen weights are normalised to sum to one.
+        scaling: factor on the weights.
+    """
+
+    count: int
+    chosen: int
+    width: int
+    shared: int = 0
+    groups: int = 1
+    chosen_groups: int = 1
+    normalise: bool = True
+    scaling: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifierConfig:
+    """One configuration type for all families; what differs between them is data.
+
+    Attributes:
+        vocab_size: v.
+        width: residual stream width, d.
+        num_layers: decoder layers, L.
+        num_heads: query heads.
+        num_kv_heads: key/value heads (equal to `num_heads` for latent attention).
+        head_width: width of a query and key head (grouped-query attention).
+        mlp_width: feed-forward width of dense layers.
+        rope: rotary embedding.
+        norm_eps: epsilon of the residual norms.
+        latent: latent attention where the model has it.
+        experts: mixture of experts where the model has it.
+        first_dense: number of leading layers with a dense feed-forward in a model with experts.
+        attention_bias: biases on the attention projections (DeepSeek: q_a, kv_a and o only).
+        tied_head: logits use the embedding matrix.
+        eos_tokens: ids that end a sequence.
+        max_length: longest sequence the model was made for.
+        family: the name of the loading table that made this configuration.
+    """
+
+    vocab_size: int
+    width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    mlp_width: int
+    rope: RopeConfig = RopeConfig()
+    norm_eps: float = 1e-6
+    latent: LatentConfig | None = None
+    experts: ExpertsConfig | None = None
+    first_dense: int = 0
+    attention_bias: bool = False
+    tied_head: bool = False
+    eos_tokens: tuple[int, ...] = ()
+    max_length: int = 4096
+    family: str = "llama"
+
+    @property
+    def num_dense(self) -> int:
+        """Layers with a dense feed-forward; they come first."""
+        return self.num_layers if self.experts is None else min(self.first_dense, self.num_layers)
+
+    @property
+    def cache_heads(self) -> int:
+        """Heads k of the cache: one shared latent, or the key/value heads."""
+        return 1 if self.latent else self.num_kv_heads
+
+    @property
+    def cache_width(self) -> int:
+        """Width of a cached key: latent and rotated key together, or one head."""
+        if self.latent:
+            return self.latent.kv_rank + self.latent.rope_width
+        return self.head_width
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig:
+    """A one-layer EAGLE-3 drafter.
+
+    Attributes:
+        width: drafter width, m.
+        verifier_width: width of the verifier's features and embeddings, d.
+        num_features: boundaries it is fed, so that f = num_features * verifier_width.
+        num_heads: query heads.
+        num_kv_heads: key/value heads.
+        head_width: width of a head.
+        mlp_width: feed-forward width.
+        vocab_size: the verifier's vocabulary, v.
+        draft_vocab_size: the drafter's own, dv <= v.
+        rope: rotary embedding, the drafter's own.
+        norm_eps: epsilon of its norms.
+    """
+
+    width: int
+    verifier_width: int
+    num_features: int
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    mlp_width: int
+    vocab_size: int
+    draft_vocab_size: int
+    rope: RopeConfig = RopeConfig()
+    norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise RequestError(
+                f"draft_vocab_size {self.draft_vocab_size} must be between 1 and the verifier's "
+                f"vocabulary of {self.vocab_size}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise RequestError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Speculation:
+    """How many tokens are drafted in a cycle.
+
+    Attributes:
+        depth: tokens along one path (SGLang: steps; vLLM: num_speculative_tokens). 0 is plain
+            decoding.
+        topk: children a node gets; 1 is a chain.
+        nodes: drafted nodes kept, the root not counted; None is `depth` for a chain.
+    """
+
+    depth: int = 4
+    topk: int = 1
+    nodes: int | None = None
+
+    def __post_init__(self):
+        if not 0 <= self.depth <= 16:
+            raise RequestError(f"speculation depth {self.depth} is outside 0 to 16")
+        if self.topk != 1:
+            raise UnsupportedError(
+                f"speculation topk {self.topk}: this version drafts chains (topk 1); trees need "
+                "node growth and selection, which it does not have"
+            )
+        if self.nodes is not None and self.nodes != self.depth:
+            raise RequestError(
+                f"speculation nodes {self.nodes}: a chain (topk 1) of depth {self.depth} has "
+                f"{self.depth} nodes; leave nodes out"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen from the verifier's distribution.
+
+    Attributes:
+        temperature: 0 is greedy.
+        seed: of the draws.
+    """
+
+    temperature: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise RequestError(f"sampling temperature {self.temperature} must be 0 or more")
+        if self.temperature > 0:
+            raise UnsupportedError(
+                f"sampling temperature {self.temperature}: this version decodes greedily "
+                "(temperature 0); sampling needs the exact judging stage, which it does not have"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """How a drafter is trained.
+
+    Attributes:
+        steps: steps of training-time test: how far the drafter is unrolled on its own hidden state.
+        step_decay: weight of step i is `step_decay ** i`.
+        updates: optimiser updates in all.
+        batch: rows of a batch.
+        length: tokens of a row; documents are packed into rows.
+        learning_rate: peak of the schedule (linear warm-up, then cosine to a tenth).
+        warmup: share of the updates spent warming up.
+        weight_decay: AdamW's.
+        beta1: AdamW's first moment decay.
+        beta2: AdamW's second moment decay.
+        clip: global norm the gradients are clipped to.
+        seed: of initial weights and the order of the data.
+        save_every: updates between checkpoints.
+        held_out: share of the data rows kept for validation.
+    """
+
+    steps: int = 7
+    step_decay: float = 0.8
+    updates: int = 1000
+    batch: int = 8
+    length: int = 256
+    learning_rate: float = 1e-3
+    warmup: float = 0.05
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip: float = 0.5
+    seed: int = 0
+    save_every: int = 200
+    held_out: float = 0.02
+
+    def __post_init__(self):
+        for name in ("steps", "updates", "batch", "save_every"):
+            if getattr(self, name) < 1:
+                raise RequestError(f"train {name} {getattr(self, name)} must be at least 1")
+        if self.length < self.steps + 3:
+            raise RequestError(
+                f"train length {self.length} is too short for {self.steps} steps; "
+                f"at least {self.steps + 3} tokens are needed"
+            )
+        if not 0 <= self.held_out < 1:
+            raise RequestError(f"train held_out {self.held_out} must be between 0 and 1")

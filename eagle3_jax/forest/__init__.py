@@ -1,0 +1,1 @@
+"""Forests of drafted nodes: their shape, their growth, and their judging."""

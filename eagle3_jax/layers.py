@@ -1,0 +1,83 @@
+"""Small modules that verifier and drafter share: linear map, RMS norm, gated feed-forward."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Key
+
+
+def matmul(x: Float[Array, "... a"], kernel: Float[Array, "a z"]) -> Float[Array, "... z"]:
+    """`x @ kernel`, at the highest precision in float32."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.matmul(x, kernel, precision=precision)
+
+
+def random_kernel(key: Key[Array, ""], *shape: int, fan_in: int) -> Float[Array, "..."]:
+    """A normal float32 array of standard deviation `fan_in ** -0.5`."""
+    return jax.random.normal(key, shape, jnp.float32) * jnp.float32(fan_in**-0.5)
+
+
+class Linear(nnx.Module):
+    """A linear map with its kernel stored [in, out] (the transposed layout is slow on CPU)."""
+
+    def __init__(self, key: Key[Array, ""], inputs: int, outputs: int, bias: bool = False):
+        self.kernel = nnx.Param(random_kernel(key, inputs, outputs, fan_in=inputs))
+        self.bias = nnx.Param(jnp.zeros((outputs,), jnp.float32)) if bias else None
+
+    def __call__(self, x: Float[Array, "... a"]) -> Float[Array, "... z"]:
+        y = matmul(x, self.kernel[...])
+        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
+
+
+class RmsNorm(nnx.Module):
+    """Root-mean-square norm with float32 statistics.
+
+    The normed value is cast back before the weight multiplies it, as Llama and DeepSeek do.
+    """
+
+    def __init__(self, width: int, eps: float):
+        self.weight = nnx.Param(jnp.ones((width,), jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... a"]) -> Float[Array, "... a"]:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + jnp.float32(self.eps))
+        weight = self.weight[...].astype(x.dtype)
+        return y.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+
+
+class Mlp(nnx.Module):
+    """SwiGLU feed-forward: `down(silu(gate x) * up x)`, gate and up in one kernel."""
+
+    def __init__(self, key: Key[Array, ""], width: int, inner: int):
+        keys = jax.random.split(key)
+        self.gate_up = Linear(keys[0], width, 2 * inner)
+        self.down = Linear(keys[1], inner, width)
+
+    def __call__(self, x: Float[Array, "... a"]) -> Float[Array, "... a"]:
+        return self.down(gate(self.gate_up(x)))
+
+
+def gate(gate_up: Float[Array, "... z"]) -> Float[Array, "... i"]:
+    """`silu(gate) * up` of the two halves of the last axis."""
+    gated, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gated) * up
+
+
+def stacked[M: nnx.Module](make: Callable[..., M], key: Key[Array, ""], count: int) -> M:
+    """`count` modules as one whose arrays have a leading layer axis, for `jax.lax.scan`."""
+    return jax.vmap(make)(jax.random.split(key, count))
+
+
+def cast_floats[T](tree: T, dtype: jnp.dtype) -> T:
+    """Cast weights to `dtype`; what must stay float32 (norms, router) is cast by who uses it."""
+
+    def cast(x):
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(cast, tree)
+
+

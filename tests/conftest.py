@@ -1,0 +1,30 @@
+"""Strict JAX settings and the hypothesis profile that every test runs under."""
+
+import os
+
+# EAGLE3_TEST_PLATFORM=cuda runs the tests on a GPU. Child processes of a test follow it too.
+PLATFORM = os.environ.get("EAGLE3_TEST_PLATFORM", "cpu")
+os.environ["JAX_PLATFORMS"] = PLATFORM
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+
+jax.config.update("jax_platforms", PLATFORM)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_default_matmul_precision", "highest")
+# No test may depend on what an earlier run has compiled.
+jax.config.update("jax_enable_compilation_cache", False)
+
+hypothesis.settings.register_profile(
+    "eagle3",
+    deadline=None,  # the first example compiles, the others do not
+    max_examples=20,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+# pytest --hypothesis-profile=thorough
+hypothesis.settings.register_profile(
+    "thorough", parent=hypothesis.settings.get_profile("eagle3"), max_examples=500
+)
+hypothesis.settings.load_profile("eagle3")
