@@ -1,6 +1,5 @@
 """Training state in Orbax checkpoints: numbered steps under one folder, the last few kept."""
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -59,10 +58,3 @@ class Store:
     def close(self) -> None:
         """Wait for what is being written, and let go of the folder."""
         self._manager.close()
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON beside its place and rename it in, so that it is never half there."""
-    beside = path.with_name(f".{path.name}.part")
-    beside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    beside.replace(path)

@@ -1,4 +1,4 @@
-"""The contracts between verifier and drafter: errors, dimension names, and the two hidden-state types.
+"""The contracts between verifier and drafter: errors, dimension names, two hidden-state types.
 
 A hidden state crosses from verifier to drafter at one place only, `Drafter.fuse`, which takes
 `VerifierFeatures` and gives `DraftHidden`. The drafter's recurrent step takes nothing but
@@ -159,12 +159,13 @@ class FeatureSpec:
         """Width f of the concatenated features: boundaries x width."""
         return len(self.boundaries) * self.width
 
-    def require(self, found: "FeatureSpec", *, of: str) -> None:
+    def require(self, found: "FeatureSpec", *, of: str, identity: bool = True) -> None:
         """Compare with another spec wherever two meet.
 
         Args:
             found: the spec that was found.
             of: what carries it, for the message (e.g. "the verifier tiny-kimi").
+            identity: whether to compare verifier and tokenizer by name too.
 
         Raises:
             ContractError: width, layers or boundaries differ.
@@ -196,7 +197,7 @@ class FeatureSpec:
                 f"the drafter expects boundaries {list(self.boundaries)}, {of} gives "
                 f"{list(found.boundaries)}; likely cause: {cause}"
             )
-        for what in ("verifier", "tokenizer"):
+        for what in ("verifier", "tokenizer") if identity else ():
             mine, other = getattr(self, what), getattr(found, what)
             if mine is not None and other is not None and mine != other:
                 warnings.warn(

@@ -79,5 +79,3 @@ def cast_floats[T](tree: T, dtype: jnp.dtype) -> T:
         return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     return jax.tree.map(cast, tree)
-
-

@@ -63,9 +63,7 @@ class Tokenizer:
         """The id of one token by its text, None where there is none."""
         return self._backend.token_to_id(token)
 
-    def chat(
-        self, messages: list[dict[str, str]], add_generation_prompt: bool = True
-    ) -> list[int]:
+    def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation through the chat template.
 
         Raises:

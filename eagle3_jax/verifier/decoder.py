@@ -92,9 +92,7 @@ class Verifier(nnx.Module):
         self.config = c
         self.name = name
         self.tokenizer = tokenizer
-        self.embedding = nnx.Param(
-            jax.random.normal(keys[0], (c.vocab_size, c.width), jnp.float32)
-        )
+        self.embedding = nnx.Param(jax.random.normal(keys[0], (c.vocab_size, c.width), jnp.float32))
         moe = c.num_layers - c.num_dense
         make = functools.partial(Layer, config=c)
         self.dense_layers = (
@@ -214,9 +212,7 @@ class Verifier(nnx.Module):
             rows = Rows(keys=joined[0], values=joined[1])
         return x, features, rows
 
-    def score(
-        self, tokens: Int[Array, "b t"], boundaries: tuple[int, ...] | None = None
-    ) -> Scores:
+    def score(self, tokens: Int[Array, "b t"], boundaries: tuple[int, ...] | None = None) -> Scores:
         """Logits and features of whole texts, in one compiled pass without a cache.
 
         Args:
@@ -254,7 +250,6 @@ def check_tokens(tokens, vocab_size: int) -> None:
     Raises:
         RequestError: says which token was found.
     """
-
 
     ids = np.asarray(tokens)
     if ids.size == 0:

@@ -20,7 +20,8 @@ import optax
 import tyro
 from flax import nnx
 
-from checkpoints.store import Store, write_json
+from checkpoints.store import Store
+from checkpoints.tensors import write_json
 from eagle3_jax.caches import text_scope
 from eagle3_jax.configs import ExpertsConfig, LatentConfig, RopeConfig, VerifierConfig
 from eagle3_jax.verifier import Verifier, experts

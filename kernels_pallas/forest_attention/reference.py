@@ -14,9 +14,7 @@ def attend(
     precision = jax.lax.Precision.HIGHEST
 
     def context(cache):
-        part = jax.lax.dynamic_slice(
-            cache, (layer, row, 0, 0, 0), (1, b, *cache.shape[2:])
-        )
+        part = jax.lax.dynamic_slice(cache, (layer, row, 0, 0, 0), (1, b, *cache.shape[2:]))
         return part[0].astype(jnp.float32)
 
     queries = q.astype(jnp.float32).reshape(b, r, w, k, h // k, hd) * scale
@@ -26,15 +24,13 @@ def attend(
     )
     slot = jnp.arange(s)[None, None, None]
     seen = (slot >= lo[..., None]) & (slot < hi[..., None, None])
-    seen = jnp.concatenate(
-        [seen, jnp.broadcast_to(ancestors[:, None], (b, r, w, u))], axis=-1
-    )[:, None, None]
+    seen = jnp.concatenate([seen, jnp.broadcast_to(ancestors[:, None], (b, r, w, u))], axis=-1)[
+        :, None, None
+    ]
     scores = jnp.where(seen, jnp.concatenate([far, near], axis=-1), -jnp.inf)
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(1, k, h // k, 1, 1, 1)
-        scores = jnp.concatenate(
-            [scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))], axis=-1
-        )
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))], axis=-1)
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     weights = jnp.exp(scores - top)

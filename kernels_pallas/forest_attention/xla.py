@@ -42,9 +42,7 @@ def attend_blocked(
     queries = q.reshape(b, r, w, k, g, hd).transpose(0, 3, 1, 2, 4, 5)
 
     def scores_of(equation, block):
-        raw = jnp.einsum(
-            equation, queries, block, precision=precision, preferred_element_type=f32
-        )
+        raw = jnp.einsum(equation, queries, block, precision=precision, preferred_element_type=f32)
         return raw * jnp.float32(scale)
 
     def step(state, scores, seen, weigh):
@@ -142,8 +140,9 @@ def attend_differentiable(
         # Own blocks are tiny and differ by root: products and sums, not matrix products.
         block_keys = own_keys.astype(f32).transpose(0, 3, 1, 2, 4)[:, :, None, :, None]
         block_values = own_values.astype(f32).transpose(0, 3, 1, 2, 4)[:, :, None, :, None]
-        far = jnp.einsum("bkmd,bksd->bkms", queries.reshape(b, k, -1, hd), context_keys,
-                         precision=precision).reshape(b, k, g, r, w, s)
+        far = jnp.einsum(
+            "bkmd,bksd->bkms", queries.reshape(b, k, -1, hd), context_keys, precision=precision
+        ).reshape(b, k, g, r, w, s)
         near = jnp.sum(queries[..., None, :] * block_keys, axis=-1)
         seen = (slot >= lo[..., None]) & (slot < hi[..., None, None])
         far = jnp.where(seen[:, None, None], far, -jnp.inf)
@@ -158,8 +157,9 @@ def attend_differentiable(
         total = jnp.sum(far, axis=-1, keepdims=True) + jnp.sum(near, axis=-1, keepdims=True)
         if sink is not None:
             total = total + jnp.exp(sink[..., None] - top)
-        out = jnp.einsum("bkms,bksd->bkmd", far.reshape(b, k, -1, s), context_values,
-                         precision=precision).reshape(b, k, g, r, w, hv)
+        out = jnp.einsum(
+            "bkms,bksd->bkmd", far.reshape(b, k, -1, s), context_values, precision=precision
+        ).reshape(b, k, g, r, w, hv)
         out = out + jnp.sum(near[..., None] * block_values, axis=-2)
         out = out / jnp.where(total > 0, total, 1.0)
         return out.transpose(0, 3, 4, 1, 2, 5).reshape(b, r, w, h, hv).astype(q.dtype)

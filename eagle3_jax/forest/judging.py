@@ -1,0 +1,53 @@
+"""Judging a forest: which drafted nodes the verifier agrees with."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from eagle3_jax.forest.topology import Forest
+
+
+@nnx.dataclass
+class Verdict(nnx.Pytree):
+    """The accepted path of each row.
+
+    Attributes:
+        path: block slots from the root down; past `count` the last one is repeated.
+        count: slots on the path, the root among them: accepted nodes + 1.
+        bonus: the token that the verifier itself yields at the path's end.
+    """
+
+    path: Int[Array, "b p"] = nnx.data()
+    count: Int[Array, " b"] = nnx.data()
+    bonus: Int[Array, " b"] = nnx.data()
+
+
+def agree(proposed: Int[Array, "*n"], best: Int[Array, "*n"]) -> Bool[Array, "*n"]:
+    """Node by node: is the proposed token the verifier's own greedy choice at the node's parent?
+
+    Decoding accepts by it, learning counts by it.
+    """
+    return proposed == best
+
+
+def judge_greedily(forest: Forest, logits: Float[Array, "b w v"], max_depth: int) -> Verdict:
+    """The longest path on which every node is the verifier's greedy choice at its parent.
+
+    Args:
+        forest: root and drafted nodes; siblings have different tokens.
+        logits: the verifier's, at every slot.
+        max_depth: of the deepest node; p = max_depth + 1.
+    """
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    wanted = jnp.take_along_axis(best, forest.parents, axis=1)
+    match = agree(forest.tokens, wanted) | (forest.depth == 0)
+    accepted = jnp.all(jnp.logical_not(forest.ancestors) | match[:, None], axis=-1)
+    # At most one accepted slot a depth, since siblings differ.
+    level = jnp.arange(max_depth + 1, dtype=jnp.int32)[None, :, None]
+    at_level = accepted[:, None] & (forest.depth[:, None] == level)
+    count = jnp.sum(jnp.any(at_level, axis=-1), axis=-1, dtype=jnp.int32)
+    slots = jnp.argmax(at_level, axis=-1).astype(jnp.int32)
+    last = jnp.take_along_axis(slots, count[:, None] - 1, axis=1)
+    path = jnp.where(level[..., 0] < count[:, None], slots, last)
+    return Verdict(path=path, count=count, bonus=jnp.take_along_axis(best, last, axis=1)[:, 0])

@@ -1,0 +1,250 @@
+"""Decoding: the state of the rows, and the four stages over it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from eagle3_jax.caches import Cache, Rows, block_scope, causal, take_path, write_rows
+from eagle3_jax.configs import Speculation
+from eagle3_jax.contracts import DraftHidden, FeatureSpec, VerifierFeatures
+from eagle3_jax.drafter.drafter import Drafter, Roots, context_pass
+from eagle3_jax.forest.growth import Choose, greedy, grow_chain
+from eagle3_jax.forest.judging import Verdict, judge_greedily
+from eagle3_jax.forest.topology import Forest, chain
+from eagle3_jax.verifier.decoder import Verifier
+
+
+@nnx.dataclass
+class DecodeState(nnx.Pytree):
+    """All rows of a decoding batch. Slot = position; `length` splits what is cached from what is not.
+
+        tokens   p p p p a a b .      p prompt, a accepted, b bonus (the next root)
+        verifier x x x x x x          rows below `length`
+        drafter  x x x x              rows below `draft_length`; `pending` holds the features between
+
+    Attributes:
+        tokens: every row's text so far.
+        length: verifier rows committed; `tokens[length]` is known, its row not yet.
+        draft_length: drafter context rows committed.
+        pending: features of the rows between `draft_length` and `length`; None without a drafter.
+        cache: the verifier's.
+        draft_cache: the drafter's; None without a drafter.
+        end: tokens of the text that count, the end token among them.
+        limit: `end` at which the row stops.
+        done: nothing more happens to the row.
+        waiting: prompts wait for a row, so the loop stops as soon as one is done.
+        cycles: cycles the row was live in.
+        accepted: cycles in which the node of each depth was accepted.
+    """
+
+    tokens: Int[Array, "b s"] = nnx.data()
+    length: Int[Array, " b"] = nnx.data()
+    draft_length: Int[Array, " b"] = nnx.data()
+    pending: Float[Array, "b p f"] | None = nnx.data()
+    cache: Cache = nnx.data()
+    draft_cache: Cache | None = nnx.data()
+    end: Int[Array, " b"] = nnx.data()
+    limit: Int[Array, " b"] = nnx.data()
+    done: Bool[Array, " b"] = nnx.data()
+    waiting: Bool[Array, ""] = nnx.data()
+    cycles: Int[Array, " b"] = nnx.data()
+    accepted: Int[Array, "b n"] = nnx.data()
+
+
+@nnx.dataclass
+class NodeScores(nnx.Pytree):
+    """The verifier's pass over a forest.
+
+    Attributes:
+        logits: at every slot.
+        features: at every slot; None without a drafter.
+        rows: cache rows of every slot.
+    """
+
+    logits: Float[Array, "b w v"] = nnx.data()
+    features: Float[Array, "b w f"] | None = nnx.data()
+    rows: Rows = nnx.data()
+
+
+@nnx.dataclass
+class DecodeStages(nnx.Pytree):
+    """Decoding's four stages.
+
+    Attributes:
+        verifier: frozen.
+        drafter: None for plain decoding, which runs the same code with nothing drafted.
+        speculation: static.
+        choose: how a drafted token is chosen; static.
+    """
+
+    verifier: Verifier = nnx.data()
+    drafter: Drafter | None = nnx.data()
+    speculation: Speculation = nnx.static()
+    choose: Choose = nnx.static(default=greedy)
+
+    @property
+    def depth(self) -> int:
+        """Drafted nodes along a path; 0 without a drafter."""
+        return 0 if self.drafter is None else self.speculation.depth
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Residual streams that the verifier's pass keeps for the drafter."""
+        return () if self.drafter is None or self.depth == 0 else self.drafter.spec.boundaries
+
+    @property
+    def spec(self) -> FeatureSpec:
+        """What the verifier's features are, for the drafter's contract."""
+        return self.verifier.spec(self.boundaries)
+
+    def slack(self) -> int:
+        """Slots past a row's limit that a cycle may write to."""
+        return 2 * (self.depth + 2)
+
+    def make_state(self, rows: int, capacity: int) -> DecodeState:
+        """A state of empty rows, all done."""
+        drafting = self.depth > 0
+        path = self.depth + 1
+
+        def zeros():
+            return jnp.zeros((rows,), jnp.int32)
+
+        pending = draft_cache = None
+        if drafting:
+            assert self.drafter is not None
+            width = self.drafter.spec.fused_width
+            pending = jnp.zeros((rows, path, width), self.verifier.dtype)
+            draft_cache = self.drafter.make_cache(rows, capacity)
+        return DecodeState(
+            tokens=jnp.zeros((rows, capacity), jnp.int32),
+            length=zeros(),
+            draft_length=zeros(),
+            pending=pending,
+            cache=self.verifier.make_cache(rows, capacity),
+            draft_cache=draft_cache,
+            end=zeros(),
+            limit=zeros(),
+            done=jnp.ones((rows,), bool),
+            waiting=jnp.zeros((), bool),
+            cycles=zeros(),
+            accepted=jnp.zeros((rows, self.depth), jnp.int32),
+        )
+
+    def going(self, state: DecodeState) -> Bool[Array, ""]:
+        """While a row is live, and, where prompts wait, while all are."""
+        live = jnp.logical_not(state.done)
+        return jnp.where(state.waiting, jnp.all(live), jnp.any(live))
+
+    def draft(self, state: DecodeState) -> tuple[DecodeState, Forest]:
+        """Refresh the drafter's context with true features, then grow a chain from its last row."""
+        b, s = state.tokens.shape
+        root = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)[:, 0]
+        if self.drafter is None or self.depth == 0:
+            return state, chain(root, jnp.zeros((b, 0), jnp.int32), None)
+        assert state.draft_cache is not None and state.pending is not None
+        path = self.depth + 1
+        offset = jnp.broadcast_to(jnp.arange(path, dtype=jnp.int32)[None], (b, path))
+        following = jnp.minimum(state.draft_length[:, None] + offset + 1, s - 1)
+        hidden, rows = context_pass(
+            self.drafter,
+            VerifierFeatures(array=state.pending, spec=self.spec),
+            self.verifier.embed(jnp.take_along_axis(state.tokens, following, axis=1)),
+            block_scope(state.draft_length, offset, causal(b, path)),
+            state.draft_cache,
+        )
+        cache = write_rows(
+            state.draft_cache, Rows(keys=rows.keys, values=rows.values), state.draft_length
+        )
+        last = jnp.maximum(state.length - state.draft_length - 1, 0)
+        drafted, logits = grow_chain(
+            self.drafter,
+            self.verifier.embed,
+            DraftHidden(array=jnp.take_along_axis(hidden.array, last[:, None, None], axis=1)),
+            Roots(
+                positions=state.length[:, None] - 1,
+                lo=jnp.zeros((b, 1), jnp.int32),
+                hi=state.length[:, None],
+                context=cache,
+            ),
+            self.depth,
+            self.choose,
+        )
+        return dataclasses.replace(state, draft_cache=cache), chain(root, drafted, logits)
+
+    def verify(self, state: DecodeState, forest: Forest) -> NodeScores:
+        """One verifier pass over root and nodes."""
+        hidden, features, rows = self.verifier.forward(
+            forest.tokens[:, None],
+            block_scope(state.length, forest.depth, forest.ancestors),
+            state.cache,
+            self.boundaries,
+        )
+        assert rows is not None
+        return NodeScores(logits=self.verifier.read_out(hidden[:, 0]), features=features, rows=rows)
+
+    def judge(self, state: DecodeState, forest: Forest, scores: NodeScores) -> Verdict:
+        """The greedy path and the bonus token."""
+        return judge_greedily(forest, scores.logits, self.depth)
+
+    def commit(
+        self, state: DecodeState, forest: Forest, scores: NodeScores, verdict: Verdict
+    ) -> DecodeState:
+        """Write the accepted rows and tokens; end the rows that are through."""
+        live = jnp.logical_not(state.done)
+        path, count = verdict.path, verdict.count
+        b, p = path.shape
+        cache = write_rows(state.cache, take_path(scores.rows, path), state.length)
+
+        # New tokens: the accepted nodes, then the bonus token.
+        slot = jnp.arange(p, dtype=jnp.int32)[None]
+        after = jnp.take_along_axis(forest.tokens, jnp.roll(path, -1, axis=1), axis=1)
+        new = jnp.where(slot == count[:, None] - 1, verdict.bonus[:, None], after)
+        inside = slot < count[:, None]
+        ends = ends_text(new, self.verifier.config.eos_tokens) & inside
+        until_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1).astype(jnp.int32), p)
+        emitted = jnp.minimum(jnp.minimum(count, until_end + 1), state.limit - state.end)
+        end = jnp.where(live, state.end + emitted, state.end)
+        ended = jnp.any(ends & (slot < emitted[:, None]), axis=1)
+        accepted = slot[:, 1:] < count[:, None]
+        pending = None
+        if scores.features is not None:
+            pending = jnp.take_along_axis(scores.features, path[..., None], axis=1)
+            pending = jnp.where(live[:, None, None], pending, state.pending)
+        return dataclasses.replace(
+            state,
+            tokens=write_tokens(state.tokens, new, state.length + 1, live),
+            length=jnp.where(live, state.length + count, state.length),
+            draft_length=jnp.where(live, state.length, state.draft_length),
+            pending=pending,
+            cache=cache,
+            end=end,
+            done=state.done | ended | (end >= state.limit),
+            cycles=state.cycles + live.astype(jnp.int32),
+            accepted=state.accepted + (accepted & live[:, None]).astype(jnp.int32),
+        )
+
+
+def ends_text(tokens: Int[Array, "*lead"], eos: tuple[int, ...]) -> Bool[Array, "*lead"]:
+    """Which tokens end a text."""
+    out = jnp.zeros(tokens.shape, bool)
+    for token in eos:
+        out = out | (tokens == token)
+    return out
+
+
+def write_tokens(
+    tokens: Int[Array, "b s"], new: Int[Array, "b p"], start: Int[Array, " b"], live
+) -> Int[Array, "b s"]:
+    """Write a few tokens at each live row's own place."""
+
+    def put(i, tokens):
+        p = new.shape[1]
+        old = jax.lax.dynamic_slice(tokens, (i, start[i]), (1, p))
+        row = jnp.where(live[i], jax.lax.dynamic_slice(new, (i, 0), (1, p)), old)
+        return jax.lax.dynamic_update_slice(tokens, row, (i, start[i]))
+
+    return jax.lax.fori_loop(0, new.shape[0], put, tokens)

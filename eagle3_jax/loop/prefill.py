@@ -1,0 +1,95 @@
+"""Prefill: one row's prompt in chunks of fixed size, so that every length compiles once."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Int
+
+from eagle3_jax.caches import Rows, block_scope, causal, write_rows
+from eagle3_jax.contracts import VerifierFeatures
+from eagle3_jax.drafter.drafter import context_pass
+from eagle3_jax.loop.decode import DecodeStages, DecodeState, ends_text
+
+CHUNK = 128
+"""Tokens of one chunk; a capacity is a multiple of it, so that no chunk runs over."""
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def prefill_chunk(
+    stages: DecodeStages,
+    state: DecodeState,
+    row: Int[Array, ""],
+    tokens: Int[Array, " c"],
+    start: Int[Array, ""],
+    count: Int[Array, ""],
+    limit: Int[Array, ""],
+    last: Bool[Array, ""],
+) -> DecodeState:
+    """Read one chunk of one row's prompt into verifier and drafter; other rows stay as they are.
+
+    Drafter row t needs token t + 1, so the chunk comes with the token after it; the row of the
+    prompt's last position stays pending until its next token, the verifier's first own, is known.
+
+    Args:
+        stages: verifier and drafter.
+        state: donated.
+        row: which row.
+        tokens: the chunk and the token after it (anything, at the prompt's end), padded to CHUNK + 1.
+        start: position of the chunk's first token; a multiple of CHUNK.
+        count: how many of the chunk's tokens are the prompt's.
+        limit: length of text at which the row stops.
+        last: whether the prompt ends with this chunk; then the row becomes live.
+    """
+    verifier, drafter = stages.verifier, stages.drafter
+    c = tokens.shape[0] - 1
+    chunk = tokens[:c][None]
+    offset = jnp.arange(c, dtype=jnp.int32)[None]
+    scope = block_scope(start[None], offset, causal(1, c), row)
+    hidden, features, rows = verifier.forward(chunk[:, None], scope, state.cache, stages.boundaries)
+    assert rows is not None
+    cache = write_rows(state.cache, rows, start[None], row)
+    final = jax.lax.dynamic_slice_in_dim(hidden[:, 0], count - 1, 1, axis=1)
+    first = jnp.argmax(verifier.read_out(final)[0, 0]).astype(jnp.int32)
+
+    text = jax.lax.dynamic_update_slice(state.tokens, chunk, (row, start))
+    end = start + count + 1
+    text = text.at[row, end - 1].set(jnp.where(last, first, tokens[count]))
+
+    pending, draft_cache, draft_length = state.pending, state.draft_cache, state.draft_length
+    if features is not None:
+        assert drafter is not None and draft_cache is not None and pending is not None
+        _, draft_rows = context_pass(
+            drafter,
+            VerifierFeatures(array=features, spec=stages.spec),
+            verifier.embed(tokens[1:][None]),
+            scope,
+            draft_cache,
+        )
+        draft_cache = write_rows(
+            draft_cache, Rows(keys=draft_rows.keys, values=draft_rows.values), start[None], row
+        )
+        waiting = jax.lax.dynamic_slice_in_dim(features, count - 1, 1, axis=1)
+        pending = jax.lax.dynamic_update_slice(pending, waiting, (row, 0, 0))
+
+    def at_row(values, new):
+        """`values` with the row's entry replaced, on the last chunk."""
+        return values.at[row].set(jnp.where(last, new, values[row]))
+
+    stop = ends_text(first, verifier.config.eos_tokens) | (end >= limit)
+    return dataclasses.replace(
+        state,
+        tokens=text,
+        length=at_row(state.length, start + count),
+        draft_length=at_row(draft_length, start + count - 1),
+        pending=pending,
+        cache=cache,
+        draft_cache=draft_cache,
+        end=at_row(state.end, end),
+        limit=at_row(state.limit, limit),
+        done=at_row(state.done, stop),
+        cycles=at_row(state.cycles, 0),
+        accepted=at_row(state.accepted, 0),
+    )
