@@ -79,7 +79,10 @@ def text_scope(starts: Int[Array, "b t"]) -> Scope:
 
 
 def block_scope(
-    lengths: Int[Array, " b"], depth: Int[Array, "b w"], ancestors: Bool[Array, "b w u"], row=0
+    lengths: Int[Array, " b"],
+    depth: Int[Array, "b w"],
+    ancestors: Bool[Array, "b w u"],
+    row: Int[Array, ""] | int = 0,
 ) -> Scope:
     """One block a row on top of `lengths` committed slots: a prefill chunk, a verify, a refresh."""
     b, w = depth.shape
@@ -98,7 +101,14 @@ def causal(b: int, w: int) -> Bool[Array, "b w w"]:
     return jnp.broadcast_to((slot[:, None] >= slot[None])[None], (b, w, w))
 
 
-def write_rows(cache: Cache, rows: Rows, start: Int[Array, " b"], row=0) -> Cache:
+def write_rows(
+    cache: Cache,
+    rows: Rows,
+    start: Int[Array, " b"],
+    row: Int[Array, ""] | int = 0,
+    *,
+    after: Float[Array, "..."] | None = None,
+) -> Cache:
     """Write new rows at each row's own slot, in place where the cache is donated.
 
     Args:
@@ -106,7 +116,10 @@ def write_rows(cache: Cache, rows: Rows, start: Int[Array, " b"], row=0) -> Cach
         rows: all n of them are written; those past the accepted ones land on slots nobody reads.
         start: first slot by row; `start + n` must not pass the capacity.
         row: first cache row that `rows` belong to.
+        after: what the pass that read the old cache came to. Inside a compiled loop, without that
+            dependency, XLA may order the write before a read, and then copies the whole cache.
     """
+    rows, _ = jax.lax.optimization_barrier((rows, after))
     count = rows.keys.shape[1]
 
     def write(whole, new):

@@ -36,6 +36,11 @@ DIMENSIONS = {
     "s": "cache slots",
     "c": "context rows waiting for the drafter, or a prefill chunk",
     "p": "path slots: root and accepted nodes, depth + 1",
+    "q": "tokens sorted by expert, one for each expert a token is sent to: n * x",
+    "rows": "rows of a whole cache, of which b are asking",
+    "hv_out": "head width of what attention gives: hv, or the latent's where values are None",
+    "a": "inputs of a linear map, or any vector's width",
+    "z": "outputs of a linear map; gate and up side by side: 2 * i",
 }
 """Every dimension name used in a shape annotation, and what it counts."""
 

@@ -56,12 +56,14 @@ class Row:
     Attributes:
         tokens: the new ones.
         text: where a tokenizer is known.
-        bonus: for each new token, whether it was the verifier's own and not an accepted draft.
+        drafted: for each new token, whether it was an accepted draft and not the verifier's own (a
+            bonus token, or the prefill's).
         cycles: cycles it took.
         accepted: cycles whose node of each depth was accepted.
     """
 
     tokens: list[int]
+    drafted: list[bool]
     text: str | None
     cycles: int
     accepted: tuple[int, ...]
@@ -252,10 +254,13 @@ def _seat(stages, state, row: int, text: list[int], max_new_tokens: int) -> Deco
 
 
 def _harvest(verifier: Verifier, state: DecodeState, row: int, length: int) -> Row:
-    tokens = np.asarray(state.tokens[row])[length : int(state.end[row])].tolist()
+    new = slice(length, int(state.end[row]))
+    tokens = np.asarray(state.tokens[row])[new].tolist()
+    drafted = np.asarray(state.drafted[row])[new].tolist()
     text = None if verifier.tokenizer is None else verifier.tokenizer.decode(tokens)
     accepted = tuple(int(i) for i in np.asarray(state.accepted[row]))
-    return Row(tokens=tokens, text=text, cycles=int(state.cycles[row]), accepted=accepted)
+    cycles = int(state.cycles[row])
+    return Row(tokens=tokens, drafted=drafted, text=text, cycles=cycles, accepted=accepted)
 
 
 def _output(rows: list[Row], prefill_seconds: float, seconds: float) -> Output:

@@ -1,6 +1,7 @@
 """Module states as flat dictionaries of arrays by dotted path, and back into modules."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ def arrays_of(module: nnx.Module) -> dict[str, jax.Array]:
     return {".".join(str(part) for part in path): value[...] for path, value in flat}
 
 
-def fill[M: nnx.Module](make: Callable[[], M], arrays: Mapping[str, np.ndarray], dtype) -> M:
+def fill[M: nnx.Module](make: Callable[[], M], arrays: Mapping[str, np.ndarray], dtype: Any) -> M:
     """A module built without drawing its initial weights, holding `arrays` instead.
 
     Args:

@@ -223,6 +223,11 @@ class Roots(nnx.Pytree):
     context: Cache = nnx.data()
 
 
+def node_positions(roots: Roots, depth: Int[Array, ""] | int) -> Int[Array, "b r"]:
+    """Rope positions of the nodes of one depth: that many past the root's row."""
+    return roots.positions + depth
+
+
 def growth_step(
     drafter: Drafter,
     hidden: DraftHidden,
@@ -240,16 +245,15 @@ def growth_step(
         hidden: of each node's parent, t = r * w.
         embeddings: of each node's own token.
         roots: where they grow from.
-        depth: of these nodes; the root's children have 1. A node stands `depth` past its root's row.
+        depth: of these nodes; the root's children have 1.
         block: nodes grown so far.
         slot: block slot of the first of these nodes.
         ancestors: block slots each of the w nodes sees, its own among them.
     """
     b, r = roots.positions.shape
     w = ancestors.shape[1]
-    positions = jnp.broadcast_to((roots.positions + depth)[..., None], (b, r, w))
     scope = Scope(
-        positions=positions,
+        positions=jnp.broadcast_to(node_positions(roots, depth)[..., None], (b, r, w)),
         lo=jnp.broadcast_to(roots.lo[..., None], (b, r, w)),
         hi=roots.hi,
         ancestors=ancestors,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from eagle3_jax.caches import Cache, Rows, block_scope, causal, take_path, write_rows
 from eagle3_jax.configs import Speculation
@@ -20,14 +20,15 @@ from eagle3_jax.verifier.decoder import Verifier
 
 @nnx.dataclass
 class DecodeState(nnx.Pytree):
-    """All rows of a decoding batch. Slot = position; `length` splits what is cached from what is not.
+    """All rows of a decoding batch; slot = position.
 
-        tokens   p p p p a a b .      p prompt, a accepted, b bonus (the next root)
-        verifier x x x x x x          rows below `length`
-        drafter  x x x x              rows below `draft_length`; `pending` holds the features between
+    tokens   p p p p a a b .    p prompt, a accepted, b bonus (the next root)
+    verifier x x x x x x        rows below `length`
+    drafter  x x x x            rows below `draft_length`; `pending` has the features between
 
     Attributes:
         tokens: every row's text so far.
+        drafted: which of its new tokens are accepted drafts; the others are the verifier's own.
         length: verifier rows committed; `tokens[length]` is known, its row not yet.
         draft_length: drafter context rows committed.
         pending: features of the rows between `draft_length` and `length`; None without a drafter.
@@ -42,6 +43,7 @@ class DecodeState(nnx.Pytree):
     """
 
     tokens: Int[Array, "b s"] = nnx.data()
+    drafted: Bool[Array, "b s"] = nnx.data()
     length: Int[Array, " b"] = nnx.data()
     draft_length: Int[Array, " b"] = nnx.data()
     pending: Float[Array, "b p f"] | None = nnx.data()
@@ -121,6 +123,7 @@ class DecodeStages(nnx.Pytree):
             draft_cache = self.drafter.make_cache(rows, capacity)
         return DecodeState(
             tokens=jnp.zeros((rows, capacity), jnp.int32),
+            drafted=jnp.zeros((rows, capacity), bool),
             length=zeros(),
             draft_length=zeros(),
             pending=pending,
@@ -157,7 +160,10 @@ class DecodeStages(nnx.Pytree):
             state.draft_cache,
         )
         cache = write_rows(
-            state.draft_cache, Rows(keys=rows.keys, values=rows.values), state.draft_length
+            state.draft_cache,
+            Rows(keys=rows.keys, values=rows.values),
+            state.draft_length,
+            after=hidden.array,
         )
         last = jnp.maximum(state.length - state.draft_length - 1, 0)
         drafted, logits = grow_chain(
@@ -197,7 +203,8 @@ class DecodeStages(nnx.Pytree):
         live = jnp.logical_not(state.done)
         path, count = verdict.path, verdict.count
         b, p = path.shape
-        cache = write_rows(state.cache, take_path(scores.rows, path), state.length)
+        accepted_rows = take_path(scores.rows, path)
+        cache = write_rows(state.cache, accepted_rows, state.length, after=scores.logits)
 
         # New tokens: the accepted nodes, then the bonus token.
         slot = jnp.arange(p, dtype=jnp.int32)[None]
@@ -217,6 +224,7 @@ class DecodeStages(nnx.Pytree):
         return dataclasses.replace(
             state,
             tokens=write_tokens(state.tokens, new, state.length + 1, live),
+            drafted=write_tokens(state.drafted, slot < count[:, None] - 1, state.length + 1, live),
             length=jnp.where(live, state.length + count, state.length),
             draft_length=jnp.where(live, state.length, state.draft_length),
             pending=pending,
@@ -237,9 +245,9 @@ def ends_text(tokens: Int[Array, "*lead"], eos: tuple[int, ...]) -> Bool[Array, 
 
 
 def write_tokens(
-    tokens: Int[Array, "b s"], new: Int[Array, "b p"], start: Int[Array, " b"], live
-) -> Int[Array, "b s"]:
-    """Write a few tokens at each live row's own place."""
+    tokens: Shaped[Array, "b s"], new: Shaped[Array, "b p"], start: Int[Array, " b"], live
+) -> Shaped[Array, "b s"]:
+    """Write a few tokens (or flags of tokens) at each live row's own place."""
 
     def put(i, tokens):
         p = new.shape[1]

@@ -37,7 +37,7 @@ def prefill_chunk(
         stages: verifier and drafter.
         state: donated.
         row: which row.
-        tokens: the chunk and the token after it (anything, at the prompt's end), padded to CHUNK + 1.
+        tokens: the chunk and the token after it, CHUNK + 1 in all; zeros past the prompt's end.
         start: position of the chunk's first token; a multiple of CHUNK.
         count: how many of the chunk's tokens are the prompt's.
         limit: length of text at which the row stops.
@@ -50,18 +50,19 @@ def prefill_chunk(
     scope = block_scope(start[None], offset, causal(1, c), row)
     hidden, features, rows = verifier.forward(chunk[:, None], scope, state.cache, stages.boundaries)
     assert rows is not None
-    cache = write_rows(state.cache, rows, start[None], row)
+    cache = write_rows(state.cache, rows, start[None], row, after=hidden)
     final = jax.lax.dynamic_slice_in_dim(hidden[:, 0], count - 1, 1, axis=1)
     first = jnp.argmax(verifier.read_out(final)[0, 0]).astype(jnp.int32)
 
     text = jax.lax.dynamic_update_slice(state.tokens, chunk, (row, start))
     end = start + count + 1
     text = text.at[row, end - 1].set(jnp.where(last, first, tokens[count]))
+    drafted = state.drafted.at[row, end - 1].set(False)
 
     pending, draft_cache, draft_length = state.pending, state.draft_cache, state.draft_length
     if features is not None:
         assert drafter is not None and draft_cache is not None and pending is not None
-        _, draft_rows = context_pass(
+        draft_hidden, draft_rows = context_pass(
             drafter,
             VerifierFeatures(array=features, spec=stages.spec),
             verifier.embed(tokens[1:][None]),
@@ -69,7 +70,11 @@ def prefill_chunk(
             draft_cache,
         )
         draft_cache = write_rows(
-            draft_cache, Rows(keys=draft_rows.keys, values=draft_rows.values), start[None], row
+            draft_cache,
+            Rows(keys=draft_rows.keys, values=draft_rows.values),
+            start[None],
+            row,
+            after=draft_hidden.array,
         )
         waiting = jax.lax.dynamic_slice_in_dim(features, count - 1, 1, axis=1)
         pending = jax.lax.dynamic_update_slice(pending, waiting, (row, 0, 0))
@@ -82,6 +87,7 @@ def prefill_chunk(
     return dataclasses.replace(
         state,
         tokens=text,
+        drafted=drafted,
         length=at_row(state.length, start + count),
         draft_length=at_row(draft_length, start + count - 1),
         pending=pending,

@@ -1,7 +1,7 @@
 """The loop: draft, verify, judge, commit, compiled once and run on the device."""
 
 import functools
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 
+@runtime_checkable
 class Stages(Protocol):
     """What a turn of the loop does; decoding and learning differ in these alone.
 

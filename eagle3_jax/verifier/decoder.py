@@ -1,6 +1,7 @@
 """The verifier: embedding, decoder layers, final norm, head; features at any boundaries."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from eagle3_jax.contracts import (
 )
 from eagle3_jax.layers import Linear, Mlp, RmsNorm, stacked
 from eagle3_jax.tokenizer import Tokenizer
-from eagle3_jax.verifier.attention import GroupedQueryAttention, LatentAttention
+from eagle3_jax.verifier.attention import GroupedQueryAttention, LatentAttention, LayerRows
 from eagle3_jax.verifier.experts import Experts, Router
 
 
@@ -51,7 +52,15 @@ class Layer(nnx.Module):
         self.router = Router(keys[1], c.width, experts) if experts else None
         self.mlp = Mlp(keys[2], c.width, inner) if inner else None
 
-    def __call__(self, x, scope, cache, layer, experts, differentiable):
+    def __call__(
+        self,
+        x: Float[Array, "b r w d"],
+        scope: Scope,
+        cache: Cache | None,
+        layer: Int[Array, ""],
+        experts: Callable | None,
+        differentiable: bool = False,
+    ) -> tuple[Float[Array, "b r w d"], LayerRows]:
         """The residual stream after this layer, and its new cache rows.
 
         Args:

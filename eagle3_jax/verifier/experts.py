@@ -33,9 +33,10 @@ class Router(nnx.Module):
     """Sigmoid router with group limits; float32 throughout.
 
     The correction bias moves the choice only; weights are the unbiased scores of the chosen.
-    Groups that were not kept are masked with -inf. The choice has no gradient, so the bias is given
-    one of its own: an expert's share of the load above the even share. A trainer that descends along
-    it balances the experts without an auxiliary loss; a frozen verifier never sees it.
+    Groups that were not kept are masked with -inf. The choice has no gradient, so the bias is
+    given one of its own: an expert's share of the load above the even share. A trainer that
+    descends along it balances the experts without an auxiliary loss; a frozen verifier never sees
+    it.
 
     Source: DeepSeek-V3, arXiv 2412.19437; deepseek-ai/DeepSeek-V3 `inference/model.py`.
     """
@@ -153,7 +154,14 @@ def _combine(y: Float[Array, "q d"], order: Int[Array, " q"], weights, dtype):
     return jnp.sum(y * weights[..., None], axis=1).astype(dtype)
 
 
-def experts_ragged(x, chosen, weights, gate_up, down, layer):
+def experts_ragged(
+    x: Float[Array, "n d"],
+    chosen: Int[Array, "n x"],
+    weights: Float[Array, "n x"],
+    gate_up: Float[Array, "l e d z"],
+    down: Float[Array, "l e i d"],
+    layer: Int[Array, ""],
+) -> Float[Array, "n d"]:
     """Tokens sorted by expert, one `jax.lax.ragged_dot` a kernel; for accelerators."""
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat, stable=True)

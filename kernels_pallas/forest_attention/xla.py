@@ -134,9 +134,10 @@ def attend_differentiable(
     slot = jnp.arange(s, dtype=jnp.int32)[None, None, None]
 
     def some(q, lo, hi, own_keys, own_values):
-        """Roots [b r ...] of one part; scores are [b k g r w s] and, in the block, [b k g r w u]."""
+        """Roots [b r ...] of one part; scores are [b k g r w s], in the block [b k g r w u]."""
         r = q.shape[1]
-        queries = q.astype(f32).reshape(b, r, w, k, g, hd).transpose(0, 3, 4, 1, 2, 5) * f32(scale)
+        queries = q.astype(f32).reshape(b, r, w, k, g, hd) * f32(scale)
+        queries = queries.transpose(0, 3, 4, 1, 2, 5)
         # Own blocks are tiny and differ by root: products and sums, not matrix products.
         block_keys = own_keys.astype(f32).transpose(0, 3, 1, 2, 4)[:, :, None, :, None]
         block_values = own_values.astype(f32).transpose(0, 3, 1, 2, 4)[:, :, None, :, None]

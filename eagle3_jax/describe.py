@@ -1,0 +1,108 @@
+"""What `eagle3 info` tells: of the library and its platform, a verifier, a drafter."""
+
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import eagle3_jax
+from checkpoints.drafters import read_drafter
+from eagle3_jax.caches import Cache
+from eagle3_jax.contracts import ContractError, default_boundaries
+from eagle3_jax.load import bundled
+from eagle3_jax.states import arrays_of
+from eagle3_jax.verifier import Verifier
+
+
+def describe_library() -> dict[str, Any]:
+    """Versions, devices, the backend of every operation, bundled models."""
+    cpu = jax.default_backend() == "cpu"
+    return {
+        "versions": {
+            "eagle3_jax": eagle3_jax.__version__,
+            "jax": jax.__version__,
+            "flax": flax.__version__,
+            "python": platform.python_version(),
+        },
+        "platform": jax.default_backend(),
+        "devices": [str(device) for device in jax.devices()],
+        "backends": {
+            "forest_attention": "xla",
+            "experts": {
+                "few_tokens": "experts_in_use" if cpu else "experts_ragged",
+                "many_tokens": "experts_by_tile" if cpu else "experts_ragged",
+                "gradients": "experts_by_tile" if cpu else "experts_ragged",
+            },
+        },
+        "bundled": bundled(),
+    }
+
+
+def describe_verifier(verifier: Verifier) -> dict[str, Any]:
+    """What a verifier is."""
+    c = verifier.config
+    try:
+        boundaries = list(default_boundaries(c.num_layers))
+    except ContractError:
+        boundaries = None
+    arrays = arrays_of(verifier)
+    if c.tied_head:
+        del arrays["head.kernel"]  # the embedding's, counted there
+    return {
+        "name": verifier.name,
+        "family": c.family,
+        "dtype": str(verifier.dtype),
+        "parameters": count_by_part(arrays),
+        "layers": c.num_layers,
+        "width": c.width,
+        "vocabulary": c.vocab_size,
+        "longest_text": c.max_length,
+        "default_boundaries": boundaries,
+        "cache_bytes_per_token": cache_bytes(lambda: verifier.make_cache(1, 1)),
+        "tokenizer": None if verifier.tokenizer is None else verifier.tokenizer.fingerprint,
+    }
+
+
+def describe_drafter(folder: Path, verifier: Verifier | None = None) -> dict[str, Any]:
+    """What a drafter folder holds.
+
+    Args:
+        folder: of manifest and arrays.
+        verifier: whose dtype the drafter takes over; without one its own is meant.
+    """
+    manifest, arrays = read_drafter(folder)
+    c = manifest.config
+    dtype = arrays["fusion.kernel"].dtype if verifier is None else verifier.dtype
+    return {
+        "parameters": count_by_part(arrays),
+        "dtype": str(dtype),
+        "width": c.width,
+        "boundaries": list(manifest.spec.boundaries),
+        "trained_for": manifest.spec.verifier,
+        "draft_vocabulary": c.draft_vocab_size,
+        "vocabulary": c.vocab_size,
+        "cache_bytes_per_token": 2 * c.num_kv_heads * c.head_width * jnp.dtype(dtype).itemsize,
+        "recommended": manifest.recommended,
+        "training": manifest.training,
+    }
+
+
+def count_by_part(arrays: Mapping[str, Any]) -> dict[str, int]:
+    """Parameters by the first part of their path, and `total`; tables of ids are none."""
+    parts: dict[str, int] = {}
+    for path, array in arrays.items():
+        if jnp.issubdtype(array.dtype, jnp.floating):
+            part = path.split(".")[0]
+            parts[part] = parts.get(part, 0) + int(np.prod(array.shape))
+    return {**parts, "total": sum(parts.values())}
+
+
+def cache_bytes(make: Callable[[], Cache]) -> int:
+    """Bytes of the cache that `make` would make; nothing is allocated."""
+    leaves = jax.tree.leaves(jax.eval_shape(make))
+    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)

@@ -1,0 +1,442 @@
+"""Training a drafter: online features, training-time test through the loop, resumable runs."""
+
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from checkpoints.drafters import Manifest, write_drafter
+from checkpoints.store import Store
+from checkpoints.tensors import read_json, write_json
+from eagle3_jax.configs import DrafterConfig, Speculation, TrainConfig
+from eagle3_jax.contracts import RequestError
+from eagle3_jax.drafter import Drafter
+from eagle3_jax.drafter.vocabulary import choose_vocabulary
+from eagle3_jax.generate import generate
+from eagle3_jax.loop import run as run_loop
+from eagle3_jax.loop.learn import Batches, LearnStages, LearnState, Tally, empty_tally
+from eagle3_jax.states import arrays_of
+from eagle3_jax.training.data import Document, Packed, read_documents, split
+from eagle3_jax.verifier import Verifier
+
+UPDATES_A_CALL = 10
+"""Updates of one compiled call; the progress bar moves that often."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterShape:
+    """Sizes of a new drafter; what is None follows the verifier.
+
+    Attributes:
+        width: m; the verifier's.
+        num_heads: query heads; the verifier's.
+        num_kv_heads: key/value heads; as many as query heads.
+        head_width: width / heads.
+        mlp_width: feed-forward width; three times the width.
+        draft_vocab_size: dv, chosen from the data by frequency; the whole vocabulary up to 32,000.
+    """
+
+    width: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_width: int | None = None
+    mlp_width: int | None = None
+    draft_vocab_size: int | None = None
+
+    def config(self, verifier: Verifier, num_features: int) -> DrafterConfig:
+        """The drafter's configuration for a verifier."""
+        v = verifier.config
+        width = self.width or v.width
+        heads = self.num_heads or v.num_heads
+        return DrafterConfig(
+            width=width,
+            verifier_width=v.width,
+            num_features=num_features,
+            num_heads=heads,
+            num_kv_heads=self.num_kv_heads or heads,
+            head_width=self.head_width or max(width // heads // 2 * 2, 2),
+            mlp_width=self.mlp_width or 3 * width,
+            vocab_size=v.vocab_size,
+            draft_vocab_size=self.draft_vocab_size or min(v.vocab_size, 32000),
+        )
+
+
+def new_drafter(
+    verifier: Verifier,
+    shape: DrafterShape,
+    boundaries: tuple[int, ...] | None,
+    counts: np.ndarray,
+    seed: int,
+) -> Drafter:
+    """A drafter to train, started near what the verifier knows.
+
+    Of equal width, its norm and head are the verifier's own (the head's rows of the draft
+    vocabulary) and its fusion starts at the highest boundary, so that its first guess is the
+    verifier's view of the token before.
+
+    Args:
+        verifier: what it will draft for.
+        shape: its sizes.
+        boundaries: None is the default ones.
+        counts: how often each token is learned from.
+        seed: of the rest of its weights.
+    """
+    spec = verifier.spec(boundaries)
+    config = shape.config(verifier, len(spec.boundaries))
+    drafter = Drafter(config, spec, jax.random.key(seed))
+    vocabulary = jnp.asarray(choose_vocabulary(counts, config.draft_vocab_size))
+    drafter.vocabulary[...] = vocabulary
+    if config.width == verifier.config.width:
+        f32 = jnp.float32
+        drafter.norm.weight[...] = verifier.norm.weight[...].astype(f32)
+        drafter.head.kernel[...] = verifier.head.kernel[...][:, vocabulary].astype(f32)
+        highest = int(np.argmax(spec.boundaries)) * config.verifier_width
+        kernel = drafter.fusion.kernel[...] * f32(0.3)
+        eye = jnp.eye(config.width, dtype=f32)
+        kernel = kernel.at[highest : highest + config.width].add(eye)
+        drafter.fusion.kernel[...] = kernel
+    return drafter
+
+
+def optimiser(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW after clipping; linear warm-up, then cosine to a tenth of the peak."""
+    warmup = max(int(config.warmup * config.updates), 1)
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0,
+        config.learning_rate,
+        warmup,
+        max(config.updates, warmup + 1),
+        config.learning_rate * 0.1,
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip),
+        optax.adamw(rate, config.beta1, config.beta2, weight_decay=config.weight_decay),
+    )
+
+
+def train(
+    verifier: Verifier,
+    data: Path,
+    run: Path,
+    config: TrainConfig = TrainConfig(),
+    shape: DrafterShape = DrafterShape(),
+    boundaries: tuple[int, ...] | None = None,
+    progress: bool = False,
+    resume: bool = False,
+    start: Drafter | None = None,
+) -> dict[str, Any]:
+    """Train a drafter for a verifier on JSONL rows; features are computed as it goes.
+
+    Args:
+        verifier: frozen.
+        data: training rows, as `eagle3_jax.training.data` reads them.
+        run: folder of the run: `checkpoints/`, `drafter/` (the best so far by held-out accept
+            length), `run.json`, `log.jsonl`.
+        config: how.
+        shape: the drafter's sizes.
+        boundaries: the features it is fed; None is the default ones.
+        progress: show a bar on standard error.
+        resume: go on from the run's last checkpoint.
+        start: a drafter to start from, in place of a new one.
+
+    Returns:
+        `run`, `checkpoint`, `tokens`, `accept_length`, `loss`, `accuracy_by_step`,
+        `tokens_per_second`.
+
+    Raises:
+        RequestError: bad data, a run that exists without `resume`, a resume under other settings,
+            or a loss that is no number any more.
+    """
+    documents = read_documents(Path(data), verifier.config.vocab_size)
+    learned, held = split(documents, config.held_out)
+    counts = np.zeros(verifier.config.vocab_size, np.int64)
+    for document in learned:
+        np.add.at(counts, document.tokens[document.learn], 1)
+    drafter = start or new_drafter(verifier, shape, boundaries, counts, config.seed)
+    return _Run(verifier, drafter, Path(run), config, learned, held).go(resume, progress)
+
+
+class _Run:
+    """One training run: its state on the device, its folder, its log."""
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        drafter: Drafter,
+        folder: Path,
+        config: TrainConfig,
+        learned: list[Document],
+        held: list[Document],
+    ):
+        self.verifier, self.folder, self.config, self.held = verifier, folder, config, held
+        self.packed = Packed(learned, config.length, config.seed)
+        transformation = optimiser(config)
+        self.stages = LearnStages(
+            verifier=verifier,
+            optimiser=transformation,
+            steps=config.steps,
+            decay=config.step_decay,
+        )
+        # A copy: every update donates the arrays, and the caller keeps its own.
+        self.drafter = drafter = jax.tree.map(jnp.copy, drafter)
+        self.moments = transformation.init(nnx.state(drafter, nnx.Param))
+        self.settings = {
+            "train": dataclasses.asdict(config),
+            "drafter": dataclasses.asdict(drafter.config),
+            "features": dataclasses.asdict(drafter.spec),
+        }
+        self.best = -math.inf
+        self.last: dict[str, Any] = {}
+
+    def go(self, resume: bool, progress: bool) -> dict[str, Any]:
+        """Train to the end of the configuration."""
+        done = self._open(resume)
+        clock, since = time.perf_counter(), done
+        tally = empty_tally(self.config.steps)
+        with _bar(self.config.updates, done, progress) as show:
+            while done < self.config.updates:
+                until_save = self.config.save_every - done % self.config.save_every
+                count = min(UPDATES_A_CALL, until_save, self.config.updates - done)
+                tally = jax.tree.map(jnp.add, tally, self._updates(done, count))
+                done += count
+                means = summary(tally)
+                if not math.isfinite(means["loss"]):
+                    raise RequestError(
+                        f"the loss is {means['loss']} at update {done}: training diverged; lower "
+                        f"learning_rate ({self.config.learning_rate}) and resume from the last "
+                        f"checkpoint in {self.folder}"
+                    )
+                show(done, means)
+                if done % self.config.save_every == 0 or done == self.config.updates:
+                    tokens = (done - since) * self.config.batch * self.config.length
+                    speed = tokens / (time.perf_counter() - clock)
+                    self._save(done, {**means, "tokens_per_second": speed})
+                    tally, clock, since = (
+                        empty_tally(self.config.steps),
+                        time.perf_counter(),
+                        done,
+                    )
+        self.store.close()
+        last = self.last or self._measure()
+        return {
+            "run": str(self.folder),
+            "checkpoint": str(self.folder / "drafter"),
+            "tokens": done * self.config.batch * self.config.length,
+            "accept_length": last.get("accept_length"),
+            "loss": last.get("held_out_loss", last.get("loss")),
+            "accuracy_by_step": last.get("held_out_accuracy_by_step", []),
+            "tokens_per_second": last.get("tokens_per_second"),
+        }
+
+    def _open(self, resume: bool) -> int:
+        """Make or reopen the folder; the number of updates already done."""
+        notes = self.folder / "run.json"
+        if notes.exists() and not resume:
+            raise RequestError(f"{self.folder} holds a run already; resume it, or name another")
+        if resume and not notes.exists():
+            raise RequestError(f"{self.folder} holds no run to resume")
+        if resume:
+            before = read_json(notes)
+            now = _as_json(self.settings)
+            other = [
+                f"{part}.{key} was {before.get(part, {}).get(key)!r}, is {value!r}"
+                for part, values in now.items()
+                for key, value in values.items()
+                if before.get(part, {}).get(key) != value
+            ]
+            if other:
+                raise RequestError(f"the run was begun with other settings: {'; '.join(other)}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(notes, self.settings)
+        self.store = Store(self.folder / "checkpoints")
+        step = self.store.latest()
+        if not resume or step is None:
+            return 0
+        graph, state = nnx.split(self.drafter)
+        like = {"drafter": nnx.to_pure_dict(state), "moments": _plain(self.moments)}
+        saved, kept = self.store.restore(step, like)
+        nnx.replace_by_pure_dict(state, saved["drafter"])
+        self.drafter = nnx.merge(graph, state)
+        self.moments = _like(self.moments, saved["moments"])
+        self.best, self.last = float(kept["best"]), dict(kept["last"])
+        return step
+
+    def _updates(self, done: int, count: int) -> Tally:
+        """Run `count` updates on the device; the drafter and moments it held are donated."""
+        tokens, starts, learn = self.packed.batches(done, count, self.config.batch)
+        state = LearnState(
+            drafter=self.drafter,
+            moments=self.moments,
+            batches=Batches(
+                tokens=jnp.asarray(tokens), starts=jnp.asarray(starts), learn=jnp.asarray(learn)
+            ),
+            cycle=jnp.zeros((), jnp.int32),
+            tally=empty_tally(self.config.steps),
+        )
+        state = run_loop(self.stages, state, jnp.asarray(count, jnp.int32))
+        self.drafter, self.moments = state.drafter, state.moments
+        return state.tally
+
+    def _save(self, done: int, means: dict[str, Any]) -> None:
+        """Checkpoint, measure on held-out rows, and export where the drafter is the best so far."""
+        row = {"update": done, **means, **self._measure()}
+        self.last = row
+        score = row.get("accept_length", -row["loss"])
+        better = score >= self.best
+        self.best = max(self.best, score)
+        _, state = nnx.split(self.drafter)
+        self.store.save(
+            done,
+            {"drafter": nnx.to_pure_dict(state), "moments": _plain(self.moments)},
+            {"best": self.best, "last": _as_json(row)},
+        )
+        with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_as_json(row)) + "\n")
+        if better:
+            export(self.folder / "drafter", self.drafter, {**self.settings["train"], **row})
+
+    def _measure(self) -> dict[str, Any]:
+        """Loss, agreement and accept length on held-out rows; nothing where none are held out."""
+        if not self.held:
+            return {}
+        out = {}
+        if sum(len(document.tokens) for document in self.held) >= self.config.length:
+            packed = Packed(self.held, self.config.length, self.config.seed)
+            count = max(min(packed.rows // self.config.batch, 4), 1)
+            tokens, starts, learn = packed.batches(0, count, self.config.batch)
+            still = dataclasses.replace(self.stages, optimiser=_STILL)
+            state = LearnState(
+                drafter=jax.tree.map(jnp.copy, self.drafter),
+                moments=_STILL.init(nnx.state(self.drafter, nnx.Param)),
+                batches=Batches(
+                    tokens=jnp.asarray(tokens),
+                    starts=jnp.asarray(starts),
+                    learn=jnp.asarray(learn),
+                ),
+                cycle=jnp.zeros((), jnp.int32),
+                tally=empty_tally(self.config.steps),
+            )
+            tally = run_loop(still, state, jnp.asarray(count, jnp.int32)).tally
+            means = summary(tally)
+            out["held_out_loss"] = means["loss"]
+            out["held_out_accuracy_by_step"] = means["accuracy_by_step"]
+        prompts = [p for p in map(_prompt, self.held[:16]) if p]
+        if prompts:
+            decoded = generate(
+                self.verifier,
+                self.drafter,
+                prompts,
+                max_new_tokens=64,
+                speculation=Speculation(depth=min(self.config.steps, 5)),
+                capacity=None,
+            )
+            out["accept_length"] = decoded.stats.accept_length
+            out["acceptance_by_depth"] = list(decoded.stats.acceptance_by_depth)
+        return out
+
+
+_STILL = optax.set_to_zero()
+"""An optimiser that changes nothing, for measuring through the same loop."""
+
+
+def _prompt(document: Document) -> list[int]:
+    """What precedes the first learned token; half of a document learned from its beginning."""
+    first = int(np.argmax(document.learn)) if document.learn.any() else 0
+    if first < 2:
+        first = min(len(document.tokens) // 2, 128)
+    return document.tokens[:first][-512:].tolist()
+
+
+def summary(tally: Tally) -> dict[str, Any]:
+    """Means of a tally: `loss` (nats, step 0), `loss_by_step`, `accuracy_by_step`."""
+    learned = np.maximum(np.asarray(tally.learned), 1)
+    rows = np.maximum(np.asarray(tally.rows), 1)
+    losses = (np.asarray(tally.loss) / learned).tolist()
+    return {
+        "loss": losses[0],
+        "loss_by_step": losses,
+        "accuracy_by_step": (np.asarray(tally.correct) / rows).tolist(),
+    }
+
+
+def export(folder: Path, drafter: Drafter, training: dict[str, Any], dtype=None, recommended=None):
+    """Write a drafter folder.
+
+    Args:
+        folder: made where missing.
+        drafter: what is written.
+        training: notes for the manifest.
+        dtype: of the stored matrices; None stores them as they are.
+        recommended: settings for the manifest.
+    """
+    arrays = {}
+    for name, value in arrays_of(drafter).items():
+        array = np.asarray(value)
+        small = "norm" in name or not np.issubdtype(array.dtype, np.floating)
+        arrays[name] = array if small or dtype is None else array.astype(dtype)
+    manifest = Manifest(
+        config=drafter.config,
+        spec=drafter.spec,
+        recommended=dict(recommended or {}),
+        training=_as_json(training),
+    )
+    write_drafter(folder, manifest, arrays)
+
+
+def _as_json(value: Any) -> Any:
+    """What JSON would give back."""
+    if isinstance(value, dict):
+        return {key: _as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _plain(moments: Any) -> list[jax.Array]:
+    """Optimiser state as a list of arrays, whose order optax fixes."""
+    return jax.tree.leaves(moments)
+
+
+def _like(moments: Any, leaves: list[jax.Array]) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(moments), leaves)
+
+
+class _bar:
+    """A rich progress bar with loss and agreement by step; silent unless asked for."""
+
+    def __init__(self, total: int, done: int, visible: bool):
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("update {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=Console(stderr=True),
+            disable=not visible,
+        )
+        self._task = self._progress.add_task("", total=total, completed=done)
+
+    def __enter__(self):
+        self._progress.start()
+        return self._show
+
+    def __exit__(self, *_):
+        self._progress.stop()
+
+    def _show(self, done: int, means: dict[str, Any]) -> None:
+        accuracy = " ".join(f"{value:.2f}" for value in means["accuracy_by_step"])
+        self._progress.update(
+            self._task,
+            completed=done,
+            description=f"loss {means['loss']:.3f} accuracy by step {accuracy}",
+        )

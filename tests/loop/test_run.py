@@ -1,0 +1,120 @@
+"""What the compiled loop may and may not do: transfers, copies, big arrays, recompilation."""
+
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eagle3_jax.training.trainer as trainer
+from eagle3_jax import loop
+from eagle3_jax.configs import Speculation, TrainConfig
+from eagle3_jax.generate import _seat, generate
+from eagle3_jax.loop.decode import DecodeStages
+from eagle3_jax.loop.prefill import prefill_chunk
+from eagle3_jax.loop.run import run
+from eagle3_jax.testing import tiny_drafter, tiny_verifier
+from eagle3_jax.training.data import Document
+
+CAPACITY = 2304  # 9 blocks: a length no other array has
+ROWS = 3
+
+
+@pytest.fixture(scope="module", params=["deepseek", "llama", "deepseek plain"])
+def stages(request):
+    family = request.param.split()[0]
+    drafter = None if "plain" in request.param else tiny_drafter(family)
+    return DecodeStages(
+        verifier=tiny_verifier(family), drafter=drafter, speculation=Speculation(depth=3)
+    )
+
+
+@pytest.fixture(scope="module")
+def compiled(stages):
+    state = jax.eval_shape(lambda: stages.make_state(ROWS, CAPACITY))
+    return run.lower(stages, state, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+
+
+def cache_arrays(stages):
+    state = jax.eval_shape(lambda: stages.make_state(ROWS, CAPACITY))
+    return jax.tree.leaves((state.cache, state.draft_cache))
+
+
+def test_caches_are_aliased_and_never_copied(stages, compiled):
+    caches = cache_arrays(stages)
+    size = sum(np.prod(x.shape) * x.dtype.itemsize for x in caches)
+    assert compiled.memory_analysis().alias_size_in_bytes >= size
+    text = compiled.as_text()
+    for cache in caches:
+        shape = ",".join(map(str, cache.shape))
+        assert not re.search(rf"f32\[{shape}\][^=\n]* copy\(", text), shape
+        assert f"f32[{shape}]" in text
+
+
+def test_no_other_array_is_as_long_as_the_capacity(stages, compiled):
+    allowed = {",".join(map(str, x.shape)) for x in cache_arrays(stages)}
+    allowed.add(f"{ROWS},{CAPACITY}")
+    found = set(re.findall(rf"\[((?:\d+,)*{CAPACITY}(?:,\d+)*)\]", compiled.as_text()))
+    # A single row's or layer's slice may be named, never made: nothing but whole caches.
+    assert found <= allowed, found - allowed
+    largest = max(np.prod(x.shape) * x.dtype.itemsize for x in cache_arrays(stages))
+    assert compiled.memory_analysis().temp_size_in_bytes < largest
+
+
+def test_nothing_crosses_to_the_host_inside_the_loop(stages):
+    state = _seat(stages, stages.make_state(ROWS, CAPACITY), 1, [5, 6, 7], 30)
+    n = jnp.asarray(4, jnp.int32)
+    text = run.lower(stages, state, n).compile().as_text()
+    for forbidden in ("outfeed", "infeed", "xla_python", "callback", " send(", " recv("):
+        assert forbidden not in text
+    with jax.transfer_guard("disallow"):
+        state = run(stages, state, n)
+    assert int(state.cycles[1]) == 4
+
+
+def test_one_compilation_for_prompts_of_many_lengths(stages):
+    drafter = stages.drafter
+    prompts = [[5] * n for n in (1, 2, 127, 128, 129, 300, 700, 1500)]
+
+    def go(prompts, new):
+        generate(
+            stages.verifier,
+            drafter,
+            prompts,
+            rows=2,
+            max_new_tokens=new,
+            capacity=CAPACITY,
+            speculation=stages.speculation,
+        )
+
+    go(prompts[:2], 3)
+    before = run._cache_size(), prefill_chunk._cache_size()
+    go(prompts, 4)
+    go(prompts[2:], 9)
+    assert (run._cache_size(), prefill_chunk._cache_size()) == before
+
+
+def test_decoding_and_learning_both_run_through_the_one_loop(monkeypatch, tmp_path):
+    assert loop.run is run
+    calls = []
+
+    def counted(stages, state, n):
+        calls.append(type(stages).__name__)
+        return run(stages, state, n)
+
+    monkeypatch.setattr(sys.modules["eagle3_jax.generate"], "run", counted)
+    monkeypatch.setattr(trainer, "run_loop", counted)
+    verifier, drafter = tiny_verifier("llama"), tiny_drafter("llama")
+    generate(verifier, drafter, [[5, 6]], max_new_tokens=4, speculation=Speculation(depth=3))
+    assert set(calls) == {"DecodeStages"}
+    calls.clear()
+    rng = np.random.default_rng(0)
+    document = Document("a", rng.integers(2, 64, 200).astype(np.int32), np.ones(200, bool))
+    config = TrainConfig(steps=2, updates=2, batch=2, length=16, held_out=0.0)
+    before = jnp.copy(drafter.fusion.kernel[...])
+    one = trainer._Run(verifier, drafter, tmp_path / "run", config, [document], [])
+    one.go(resume=False, progress=False)
+    assert "LearnStages" in calls
+    assert not np.array_equal(one.drafter.fusion.kernel[...], before)

@@ -1,0 +1,205 @@
+"""The three dispatches of a mixture of experts against the dense reference, and the router."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eagle3_jax import testing
+from eagle3_jax.configs import ExpertsConfig
+from eagle3_jax.verifier.experts import (
+    FEW,
+    TILE,
+    Experts,
+    Router,
+    experts_by_tile,
+    experts_in_use,
+    experts_ragged,
+)
+
+LAYERS, COUNT, CHOSEN, WIDTH, INNER = 2, 6, 2, 10, 7
+FORMS = {
+    "in use": jax.jit(experts_in_use),
+    "by tile": jax.jit(experts_by_tile),
+    "ragged": jax.jit(experts_ragged),
+}
+
+
+def dense(x, chosen, weights, gate_up, down, layer):
+    """Every expert on every token, then the chosen ones' weights."""
+    hi = jax.lax.Precision.HIGHEST
+    both = jnp.einsum("nd,edz->nez", x, gate_up[layer], precision=hi)
+    gated, up = both[..., :INNER], both[..., INNER:]
+    y = jnp.einsum("nei,eid->ned", jax.nn.silu(gated) * up, down[layer], precision=hi)
+    onehot = jax.nn.one_hot(chosen, COUNT, dtype=jnp.float32)
+    return jnp.einsum("nxe,nx,ned->nd", onehot, weights, y, precision=hi)
+
+
+def arguments(tokens: int, load: str = "random", layer: int = 1):
+    """Random arguments; the load is random, all on the same two experts, or all but the last."""
+    rng = np.random.default_rng(tokens)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    if load == "random":
+        chosen = np.stack([rng.permutation(COUNT)[:CHOSEN] for _ in range(tokens)])
+    elif load == "same":
+        chosen = np.tile([[COUNT - 1, 2]], (tokens, 1))
+    else:
+        chosen = np.stack([rng.permutation(COUNT - 1)[:CHOSEN] for _ in range(tokens)])
+    return (
+        normal(tokens, WIDTH),
+        jnp.asarray(chosen, jnp.int32),
+        jnp.abs(normal(tokens, CHOSEN)),
+        normal(LAYERS, COUNT, WIDTH, 2 * INNER),
+        normal(LAYERS, COUNT, INNER, WIDTH),
+        jnp.asarray(layer, jnp.int32),
+    )
+
+
+# Around a tile's end for one expert (all tokens on the same two), and for many.
+@pytest.mark.parametrize("load", ["random", "same", "last idle"])
+@pytest.mark.parametrize("tokens", [1, TILE - 1, TILE, TILE + 1, 70])
+def test_every_dispatch_equals_the_dense_reference(tokens, load):
+    given = arguments(tokens, load)
+    wanted = dense(*given)
+    for name, form in FORMS.items():
+        np.testing.assert_allclose(form(*given), wanted, rtol=1e-5, atol=2e-5, err_msg=name)
+
+
+def test_the_layer_is_the_one_asked_for():
+    for name, form in FORMS.items():
+        first, second = (form(*arguments(5, layer=layer)) for layer in (0, 1))
+        np.testing.assert_allclose(first, dense(*arguments(5, layer=0)), atol=2e-5, err_msg=name)
+        assert np.abs(np.asarray(first - second)).max() > 0.1
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def gradients(form, given, direction):
+    """Gradients of the tokens, the weights, and both kernels."""
+    x, chosen, weights, gate_up, down, layer = given
+
+    def loss(x, weights, gate_up, down):
+        return jnp.sum(form(x, chosen, weights, gate_up, down, layer) * direction)
+
+    return jax.grad(loss, argnums=(0, 1, 2, 3))(x, weights, gate_up, down)
+
+
+@pytest.mark.parametrize("load", ["random", "same", "last idle"])
+@pytest.mark.parametrize("tokens", [5, TILE + 1, 70])
+def test_gradients_by_tile_equal_those_of_the_reference(tokens, load):
+    """Of weights too, and exactly zero for experts (and layers) that nobody chose."""
+    given = arguments(tokens, load)
+    direction = jnp.asarray(np.random.default_rng(1).standard_normal((tokens, WIDTH)), jnp.float32)
+    mine = gradients(experts_by_tile, given, direction)
+    wanted = gradients(dense, given, direction)
+    for name, a, b in zip(("x", "weights", "gate_up", "down"), mine, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=name)
+    idle = sorted(set(range(COUNT)) - set(np.unique(given[1])))
+    for kernel in mine[2:]:
+        assert not np.asarray(kernel[0]).any()
+        assert not np.asarray(kernel[1, idle]).any()
+
+
+def test_few_and_many_tokens_take_different_forms():
+    """On a CPU; one program each side of the limit, told apart by what they loop over."""
+    experts = testing.tiny_verifier("deepseek").experts
+    assert isinstance(experts, Experts)
+    config = testing.DEEPSEEK.experts
+    assert config is not None
+
+    def text(tokens, differentiable):
+        x = jnp.zeros((tokens, testing.DEEPSEEK.width))
+        chosen = jnp.zeros((tokens, config.chosen), jnp.int32)
+        weights = jnp.zeros((tokens, config.chosen))
+        layer = jnp.zeros((), jnp.int32)
+        return str(jax.make_jaxpr(experts, static_argnums=4)(x, chosen, weights, layer, differentiable))
+
+    by_tile = "custom_vjp"
+    assert by_tile not in text(FEW, False)
+    assert by_tile in text(FEW + 1, False)
+    assert by_tile in text(1, True)
+
+
+CONFIG = ExpertsConfig(count=12, chosen=3, width=4, groups=4, chosen_groups=2, scaling=2.5)
+
+
+def router(config: ExpertsConfig, bias: float = 0.3, seed: int = 0) -> Router:
+    """A random router whose bias is negative on average: masking with 0 would then show."""
+    made = Router(jax.random.key(seed), WIDTH, config)
+    rng = np.random.default_rng(seed)
+    made.bias[...] = jnp.asarray(-1.0 + bias * rng.standard_normal(config.count), jnp.float32)
+    return made
+
+
+def tokens_for(count: int = 40):
+    """Random tokens."""
+    return jnp.asarray(np.random.default_rng(2).standard_normal((count, WIDTH)), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        dataclasses.replace(CONFIG, groups=1, chosen_groups=1),
+        dataclasses.replace(CONFIG, normalise=False),
+        dataclasses.replace(CONFIG, groups=3, chosen_groups=1, scaling=1.0),
+    ],
+)
+def test_router_follows_its_definition(config):
+    """Token by token, in plain numpy."""
+    made, x = router(config), tokens_for()
+    chosen, weights, scores = (np.asarray(y) for y in made(x))
+    kernel, bias = np.asarray(made.kernel[...], np.float64), np.asarray(made.bias[...], np.float64)
+    plain = 1 / (1 + np.exp(-(np.asarray(x, np.float64) @ kernel)))
+    np.testing.assert_allclose(scores, plain, atol=1e-6)
+    for token, score in enumerate(plain):
+        groups = (score + bias).reshape(config.groups, -1)
+        best = np.sort(groups, axis=-1)[:, -2:].sum(axis=-1)
+        kept = np.argsort(-best)[: config.chosen_groups]
+        allowed = np.full(groups.shape, -np.inf)
+        allowed[kept] = groups[kept]
+        wanted = np.argsort(-allowed.ravel())[: config.chosen]
+        assert sorted(chosen[token]) == sorted(wanted)
+        unbiased = score[chosen[token]]
+        if config.normalise:
+            unbiased = unbiased / unbiased.sum()
+        np.testing.assert_allclose(weights[token], unbiased * config.scaling, rtol=1e-5)
+    if config.normalise:
+        np.testing.assert_allclose(weights.sum(axis=-1), config.scaling, rtol=1e-5)
+
+
+def test_bias_moves_the_choice_and_not_the_weights():
+    config = dataclasses.replace(CONFIG, groups=1, chosen_groups=1, normalise=False, scaling=1.0)
+    made, x = router(config, bias=0.0), tokens_for()
+    before = np.asarray(made(x)[0])
+    made.bias[...] = made.bias[...].at[5].set(3.0)
+    chosen, weights, scores = (np.asarray(y) for y in made(x))
+    assert (chosen == 5).any(axis=-1).all() and not (before == 5).any(axis=-1).all()
+    np.testing.assert_array_equal(weights, np.take_along_axis(scores, chosen, axis=-1))
+    assert weights.max() < 1
+
+
+def test_bias_gradient_is_the_load_above_the_even_share():
+    """And nothing reaches the weights through it."""
+    made, x = router(CONFIG), tokens_for()
+    chosen = np.asarray(made(x)[0])
+    share = np.bincount(chosen.ravel(), minlength=CONFIG.count) / chosen.size
+
+    def loss(made):
+        return jnp.sum(made(x)[1] ** 2)
+
+    gradient = jax.grad(loss)(made)
+    np.testing.assert_allclose(gradient.bias[...], share - 1 / CONFIG.count, atol=1e-6)
+    assert np.abs(np.asarray(gradient.kernel[...])).max() > 1e-3
+
+
+def test_router_is_float32_for_bfloat16_tokens():
+    made, x = router(CONFIG), tokens_for().astype(jnp.bfloat16)
+    _, weights, scores = made(x)
+    assert weights.dtype == scores.dtype == jnp.float32
+    np.testing.assert_allclose(scores, made(x.astype(jnp.float32))[2], atol=1e-6)
