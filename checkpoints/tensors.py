@@ -59,6 +59,7 @@ def write_tensors(path: Path, tensors: Tensors) -> None:
     beside = path.with_name(f".{path.name}.part")
     contiguous = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
     safetensors.numpy.save_file(contiguous, beside, metadata={"format": "pt"})
+    beside.chmod(0o644)
     beside.replace(path)
 
 

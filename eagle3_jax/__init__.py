@@ -5,8 +5,6 @@ else and each of the four packages of this distribution can be imported first.
 """
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,8 +24,8 @@ if TYPE_CHECKING:
         VerifierFeatures,
     )
     from eagle3_jax.drafter import Drafter
-    from eagle3_jax.generate import generate
-    from eagle3_jax.load import load_drafter, load_verifier
+    from eagle3_jax.generation import generate
+    from eagle3_jax.load import load_drafter, load_verifier, recommended_speculation
     from eagle3_jax.training.evaluation import evaluate
     from eagle3_jax.training.trainer import train
     from eagle3_jax.verifier import Verifier
@@ -58,6 +56,7 @@ __all__ = [
     "kernels",
     "load_drafter",
     "load_verifier",
+    "recommended_speculation",
     "sharding",
     "train",
 ]
@@ -73,8 +72,8 @@ _MODULES = {
         *("LoadError", "RequestError", "UnsupportedError", "VerifierFeatures"),
     ),
     "eagle3_jax.drafter": ("Drafter",),
-    "eagle3_jax.generate": ("generate",),
-    "eagle3_jax.load": ("load_drafter", "load_verifier"),
+    "eagle3_jax.generation": ("generate",),
+    "eagle3_jax.load": ("load_drafter", "load_verifier", "recommended_speculation"),
     "eagle3_jax.training.evaluation": ("evaluate",),
     "eagle3_jax.training.trainer": ("train",),
     "eagle3_jax.verifier": ("Verifier",),
@@ -119,19 +118,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(types.ModuleType):
-    """This package, in which `generate` is the function also once its module has been imported.
-
-    Importing `eagle3_jax.generate` binds the module to that name of its package, which would hide
-    the function from whoever imports the package later.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "generate" and isinstance(value, types.ModuleType):
-            value = value.generate
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -10,6 +10,9 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+UNROLLED_ROWS = 8
+"""Up to this many rows are written without a loop, whose turns cost more than the copy."""
+
 
 @nnx.dataclass
 class Rows(nnx.Pytree):
@@ -128,6 +131,10 @@ def write_rows(
             at = (0, row + i, 0, start[i], 0)
             return jax.lax.dynamic_update_slice(whole, one.astype(whole.dtype), at)
 
+        if count <= UNROLLED_ROWS:
+            for i in range(count):
+                whole = put(i, whole)
+            return whole
         return jax.lax.fori_loop(0, count, put, whole)
 
     values = None if cache.values is None else write(cache.values, rows.values)

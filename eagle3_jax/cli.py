@@ -113,14 +113,17 @@ def parse(words: list[str], verbs: dict[str, type]) -> Any:
 
 def _one_line(box: str) -> str:
     """The message in tyro's box of a parse error: what was wrong, and flags like it."""
-    rows = [row.strip("│ ") for row in Text.from_ansi(box).plain.splitlines()]
-    rows = [row for row in rows if row and not row.startswith(("╭", "╰"))]
     parts: list[list[str]] = [[]]
-    for row in rows:
-        if row.strip("─"):
-            parts[-1].append(row)
+    for row in Text.from_ansi(box).plain.splitlines():
+        inner = row.strip(" │")
+        if not inner or inner.startswith(("╭", "╰")):
+            continue
+        if inner.strip("─-"):
+            parts[-1].append(inner)
         else:
             parts.append([])
+    if "╭" not in box:  # no UTF-8: the title is not in the border, but a part of its own
+        parts = parts[1:]
     out = []
     for part in parts:
         head = part[0] if part else ""

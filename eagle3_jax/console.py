@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from eagle3_jax.generate import Row, Stats
+from eagle3_jax.generation import Row, Stats
 from eagle3_jax.tokenizer import Tokenizer
 
 PROMPT_LINES = 40

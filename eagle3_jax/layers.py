@@ -27,7 +27,7 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(random_kernel(key, inputs, outputs, fan_in=inputs))
         self.bias = nnx.Param(jnp.zeros((outputs,), jnp.float32)) if bias else None
 
-    def __call__(self, x: Float[Array, "... a"]) -> Float[Array, "... z"]:
+    def __call__(self, x: Float[Array, "... {self.kernel.shape[0]}"]) -> Float[Array, "... z"]:
         y = matmul(x, self.kernel[...])
         return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
 
@@ -42,7 +42,9 @@ class RmsNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((width,), jnp.float32))
         self.eps = eps
 
-    def __call__(self, x: Float[Array, "... a"]) -> Float[Array, "... a"]:
+    def __call__(
+        self, x: Float[Array, "... {self.weight.shape[0]}"]
+    ) -> Float[Array, "... {self.weight.shape[0]}"]:
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + jnp.float32(self.eps))
         weight = self.weight[...].astype(x.dtype)
@@ -70,12 +72,3 @@ def gate(gate_up: Float[Array, "... z"]) -> Float[Array, "... i"]:
 def stacked[M: nnx.Module](make: Callable[..., M], key: Key[Array, ""], count: int) -> M:
     """`count` modules as one whose arrays have a leading layer axis, for `jax.lax.scan`."""
     return jax.vmap(make)(jax.random.split(key, count))
-
-
-def cast_floats[T](tree: T, dtype: jnp.dtype) -> T:
-    """Cast weights to `dtype`; what must stay float32 (norms, router) is cast by who uses it."""
-
-    def cast(x):
-        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    return jax.tree.map(cast, tree)

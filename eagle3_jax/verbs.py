@@ -21,7 +21,7 @@ from eagle3_jax.console import Answer, decode_table, eval_table, fields, pieces,
 from eagle3_jax.contracts import LoadError, RequestError
 from eagle3_jax.describe import describe_drafter, describe_library, describe_verifier
 from eagle3_jax.drafter import Drafter
-from eagle3_jax.generate import Output, generate
+from eagle3_jax.generation import Output, generate
 from eagle3_jax.load import (
     find_drafter,
     load_drafter,

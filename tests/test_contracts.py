@@ -75,15 +75,12 @@ def test_default_boundaries():
     assert default_boundaries(8) == (2, 4, 5)
 
 
-@pytest.mark.parametrize("num_layers", [1, 4, 5, 6, 7])
+@pytest.mark.parametrize("num_layers", [1, 4, 5, 6])
 def test_shallow_verifiers_have_no_default(num_layers):
-    """Layers 6 and 7 are where L // 2 meets 2's neighbour or L - 3."""
-    chosen = (2, num_layers // 2, num_layers - 3)
-    if sorted(set(chosen)) == list(chosen):
-        assert default_boundaries(num_layers) == chosen
-    else:
-        with pytest.raises(ContractError, match="name the boundaries"):
-            default_boundaries(num_layers)
+    """The last that has one is of 7 layers; of 6, L // 2 and L - 3 are the same."""
+    assert default_boundaries(7) == (2, 3, 4)
+    with pytest.raises(ContractError, match="name the boundaries"):
+        default_boundaries(num_layers)
 
 
 def test_layer_ids_by_convention():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.layers import Linear, Mlp, RmsNorm, cast_floats, gate, matmul, random_kernel, stacked
+from eagle3_jax.layers import Linear, Mlp, RmsNorm, gate, matmul, random_kernel, stacked
 
 KEY = jax.random.key(0)
 X = np.random.default_rng(0).standard_normal((2, 3, 8)).astype(np.float32)
@@ -68,9 +68,3 @@ def test_stacked_modules_differ_by_layer():
 
     out, _ = jax.lax.scan(lambda x, layer: (layer(x), None), jnp.asarray(X), stack)
     np.testing.assert_allclose(out, X @ kernels[0] @ kernels[1] @ kernels[2], atol=1e-4)
-
-
-def test_cast_leaves_whole_numbers_alone():
-    tree = {"a": jnp.ones((2,)), "b": jnp.ones((2,), jnp.int32)}
-    out = cast_floats(tree, jnp.bfloat16)
-    assert (out["a"].dtype, out["b"].dtype) == (jnp.bfloat16, jnp.int32)

@@ -36,13 +36,16 @@ from eagle3_jax.verifier.experts import Experts, Router
 
 PACKAGES = ("eagle3_jax", "kernels_pallas", "sharding", "checkpoints")
 
-# A size for each dimension, such that whatever is made from them also fits the tiny models:
-# t = n = r * w, z = 2 * i, f = 3 * d.
+# A size for each dimension. They differ, so that one name in another's place shows, except where
+# the tiny models want it so: t = n = r * w, u = w, z = 2 * i, f = 3 * d.
 SIZES = {
-    **{"b": 2, "t": 6, "r": 3, "w": 2, "u": 2, "n": 6, "p": 3, "c": 5, "s": 8, "rows": 2},
-    **{"d": 32, "f": 96, "m": 24, "h": 4, "k": 2, "hd": 8, "hv": 8, "l": 4, "v": 64, "dv": 40},
-    **{"e": 8, "x": 3, "i": 12, "a": 32, "z": 24, "g": 2},
+    **{"b": 2, "t": 15, "r": 3, "w": 5, "u": 5, "n": 15, "p": 6, "c": 9, "s": 16, "rows": 3},
+    **{"d": 32, "f": 96, "m": 24, "h": 4, "k": 2, "hd": 8, "hv": 7, "l": 4, "v": 64, "dv": 40},
+    **{"e": 8, "x": 3, "i": 12, "a": 34, "z": 24},
 }
+FIELD_SIZES = {**SIZES, "hv": SIZES["hd"]}
+"""Of caches and their like, which belong to models whose heads have one width."""
+
 LEAD = (2, 3)
 """Axes of `*lead` and of `...`."""
 
@@ -87,6 +90,7 @@ OF_TYPE: dict[Any, Callable[[], Any]] = {
 
 # Arguments that only one function wants so.
 ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
+    "eagle3_jax.verifier.attention.attend_and_keep": {"cache": lambda: None},
     "eagle3_jax.layers.stacked": {"make": lambda: lambda key: Linear(key, 2, 2)},
     "eagle3_jax.loop.decode.write_tokens": {"live": lambda: jnp.ones((SIZES["b"],), bool)},
     "eagle3_jax.verifier.decoder.Layer.__call__": {"experts": lambda: None},
@@ -199,7 +203,9 @@ each_signature = pytest.mark.parametrize(
 )
 
 
-def axis_sizes(annotation: Any, owner: Any) -> list[tuple[str, tuple[int, ...]]]:
+def axis_sizes(
+    annotation: Any, owner: Any, sizes: dict[str, int] = SIZES
+) -> list[tuple[str, tuple[int, ...]]]:
     """Each axis of an annotation and its sizes (several for `*lead` and `...`)."""
     out = []
     for axis in annotation.dim_str.split():
@@ -208,7 +214,7 @@ def axis_sizes(annotation: Any, owner: Any) -> list[tuple[str, tuple[int, ...]]]
         elif axis.startswith("{"):
             out.append((axis, (eval(axis[1:-1], {"self": owner}),)))
         else:
-            out.append((axis, (int(axis) if axis.isdigit() else SIZES[axis],)))
+            out.append((axis, (int(axis) if axis.isdigit() else sizes[axis],)))
     return out
 
 
@@ -217,7 +223,7 @@ KINDS = {"float": jnp.float32, "int": jnp.int32, "bool": jnp.bool_}
 
 def kind_of(annotation: Any) -> str:
     """`float`, `int`, `bool` or `key`; `any` where the annotation leaves the dtype open."""
-    names = " ".join(str(d) for d in annotation.dtypes)
+    names = " ".join(map(str, getattr(annotation.dtypes, "__iter__", tuple)()))
     found = [k for k in ("key", "float", "int", "bool") if k in names]
     return found[0] if len(found) == 1 else "any"
 
@@ -229,9 +235,9 @@ def abstract(annotation: Any, shape: tuple[int, ...], kind: str) -> Any:
     return jax.ShapeDtypeStruct(shape, KEY.dtype if kind == "key" else KINDS.get(kind, jnp.int32))
 
 
-def right(annotation: Any, owner: Any) -> Any:
+def right(annotation: Any, owner: Any, sizes: dict[str, int] = SIZES) -> Any:
     """The array that an annotation asks for."""
-    shape = sum((sizes for _, sizes in axis_sizes(annotation, owner)), ())
+    shape = sum((part for _, part in axis_sizes(annotation, owner, sizes)), ())
     return abstract(annotation, shape, kind_of(annotation))
 
 
@@ -250,7 +256,7 @@ def field(annotation: Any) -> Any:
     array = shaped(annotation)
     if array is None:
         return make(annotation)
-    value = right(array, None)
+    value = right(array, None, FIELD_SIZES)
     return jnp.zeros(value.shape, value.dtype)
 
 

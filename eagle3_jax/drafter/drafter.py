@@ -105,7 +105,7 @@ class Drafter(nnx.Module):
     def layer(
         self,
         hidden: DraftHidden,
-        embeddings: Float[Array, "b t d"],
+        embeddings: Float[Array, "b t {self.config.verifier_width}"],
         scope: Scope,
         context: Cache | None,
         block: Block | None = None,

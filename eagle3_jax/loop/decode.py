@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 
 from eagle3_jax.caches import Cache, Rows, block_scope, causal, take_path, write_rows
 from eagle3_jax.configs import Speculation
@@ -28,7 +28,7 @@ class DecodeState(nnx.Pytree):
 
     Attributes:
         tokens: every row's text so far.
-        drafted: which of its new tokens are accepted drafts; the others are the verifier's own.
+        drafted: 1 where a new token is an accepted draft, 0 where it is the verifier's own; int8.
         length: verifier rows committed; `tokens[length]` is known, its row not yet.
         draft_length: drafter context rows committed.
         pending: features of the rows between `draft_length` and `length`; None without a drafter.
@@ -43,7 +43,7 @@ class DecodeState(nnx.Pytree):
     """
 
     tokens: Int[Array, "b s"] = nnx.data()
-    drafted: Bool[Array, "b s"] = nnx.data()
+    drafted: Int[Array, "b s"] = nnx.data()
     length: Int[Array, " b"] = nnx.data()
     draft_length: Int[Array, " b"] = nnx.data()
     pending: Float[Array, "b p f"] | None = nnx.data()
@@ -123,7 +123,7 @@ class DecodeStages(nnx.Pytree):
             draft_cache = self.drafter.make_cache(rows, capacity)
         return DecodeState(
             tokens=jnp.zeros((rows, capacity), jnp.int32),
-            drafted=jnp.zeros((rows, capacity), bool),
+            drafted=jnp.zeros((rows, capacity), jnp.int8),
             length=zeros(),
             draft_length=zeros(),
             pending=pending,
@@ -210,6 +210,7 @@ class DecodeStages(nnx.Pytree):
         slot = jnp.arange(p, dtype=jnp.int32)[None]
         after = jnp.take_along_axis(forest.tokens, jnp.roll(path, -1, axis=1), axis=1)
         new = jnp.where(slot == count[:, None] - 1, verdict.bonus[:, None], after)
+        drafted = (slot < count[:, None] - 1).astype(jnp.int8)
         inside = slot < count[:, None]
         ends = ends_text(new, self.verifier.config.eos_tokens) & inside
         until_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1).astype(jnp.int32), p)
@@ -218,13 +219,13 @@ class DecodeStages(nnx.Pytree):
         ended = jnp.any(ends & (slot < emitted[:, None]), axis=1)
         accepted = slot[:, 1:] < count[:, None]
         pending = None
-        if scores.features is not None:
+        if scores.features is not None and state.pending is not None:
             pending = jnp.take_along_axis(scores.features, path[..., None], axis=1)
             pending = jnp.where(live[:, None, None], pending, state.pending)
         return dataclasses.replace(
             state,
             tokens=write_tokens(state.tokens, new, state.length + 1, live),
-            drafted=write_tokens(state.drafted, slot < count[:, None] - 1, state.length + 1, live),
+            drafted=write_tokens(state.drafted, drafted, state.length + 1, live),
             length=jnp.where(live, state.length + count, state.length),
             draft_length=jnp.where(live, state.length, state.draft_length),
             pending=pending,
@@ -245,8 +246,8 @@ def ends_text(tokens: Int[Array, "*lead"], eos: tuple[int, ...]) -> Bool[Array, 
 
 
 def write_tokens(
-    tokens: Shaped[Array, "b s"], new: Shaped[Array, "b p"], start: Int[Array, " b"], live
-) -> Shaped[Array, "b s"]:
+    tokens: Int[Array, "b s"], new: Int[Array, "b p"], start: Int[Array, " b"], live
+) -> Int[Array, "b s"]:
     """Write a few tokens (or flags of tokens) at each live row's own place."""
 
     def put(i, tokens):

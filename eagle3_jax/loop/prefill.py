@@ -57,7 +57,7 @@ def prefill_chunk(
     text = jax.lax.dynamic_update_slice(state.tokens, chunk, (row, start))
     end = start + count + 1
     text = text.at[row, end - 1].set(jnp.where(last, first, tokens[count]))
-    drafted = state.drafted.at[row, end - 1].set(False)
+    drafted = state.drafted.at[row, end - 1].set(0)
 
     pending, draft_cache, draft_length = state.pending, state.draft_cache, state.draft_length
     if features is not None:

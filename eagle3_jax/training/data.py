@@ -34,9 +34,10 @@ def read_documents(path: Path, vocab_size: int) -> list[Document]:
     """
     documents = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"training data {path} cannot be read: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise RequestError(f"training data {path} cannot be read: {reason}") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

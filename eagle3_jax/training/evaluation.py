@@ -11,14 +11,14 @@ import numpy as np
 from eagle3_jax.configs import Speculation
 from eagle3_jax.contracts import CapacityError, RequestError
 from eagle3_jax.drafter import Drafter
-from eagle3_jax.generate import (
+from eagle3_jax.generation import (
     Output,
     Prompt,
     Stats,
-    _output,
     encode_prompt,
     generate,
     needed_capacity,
+    stats_of,
 )
 from eagle3_jax.load import recommended_speculation
 from eagle3_jax.loop.decode import DecodeStages
@@ -226,11 +226,11 @@ def _longest(verifier: Verifier, turns: Conversation, new: int) -> int:
 
 def pooled(outputs: Sequence[Output]) -> Stats:
     """The stats of several generations as of one: from sums, not means of ratios."""
-    return _output(
+    return stats_of(
         [row for output in outputs for row in output.rows],
         sum(output.stats.prefill_seconds for output in outputs),
         sum(output.stats.seconds for output in outputs),
-    ).stats
+    )
 
 
 def _figures(outputs: Sequence[Output], plain: Sequence[Output] | None) -> dict[str, Any]:

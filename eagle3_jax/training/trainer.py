@@ -20,7 +20,7 @@ from eagle3_jax.configs import DrafterConfig, Speculation, TrainConfig
 from eagle3_jax.contracts import RequestError
 from eagle3_jax.drafter import Drafter
 from eagle3_jax.drafter.vocabulary import choose_vocabulary
-from eagle3_jax.generate import generate
+from eagle3_jax.generation import generate
 from eagle3_jax.loop import run as run_loop
 from eagle3_jax.loop.learn import Batches, LearnStages, LearnState, Tally, empty_tally
 from eagle3_jax.states import arrays_of

@@ -145,7 +145,9 @@ class LatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "b r w d"], LayerRows]:
         a, h = self.latent, self.heads
         lead = x.shape[:3]
-        q = x if self.q_down is None else self.q_norm(self.q_down(x))
+        q = x
+        if self.q_down is not None and self.q_norm is not None:
+            q = self.q_norm(self.q_down(x))
         q = self.q_up(q).reshape(*lead, h, a.nope_width + a.rope_width)
         q_nope, q_rope = jnp.split(q, [a.nope_width], axis=-1)
         q_rope = rotate(q_rope, scope.positions, self.rope)

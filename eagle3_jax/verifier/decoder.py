@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.core import Tracer
 from jaxtyping import Float, Int, Key
 
 from eagle3_jax.caches import Cache, Rows, Scope, text_scope
@@ -70,14 +71,15 @@ class Layer(nnx.Module):
             out, rows = self.attention(self.attention_norm(x), scope, cache, layer, differentiable)
         x = x + out
         y = self.mlp_norm(x)
-        out = None if self.mlp is None else self.mlp(y)
-        if self.router is not None:
+        parts = []
+        if self.router is not None and experts is not None:
             with jax.named_scope("experts"):
                 flat = y.reshape(-1, y.shape[-1])
                 chosen, weights, _ = self.router(flat)
-                routed = experts(flat, chosen, weights).reshape(y.shape)
-            out = routed if out is None else routed + out
-        return x + out, rows
+                parts.append(experts(flat, chosen, weights).reshape(y.shape))
+        if self.mlp is not None:
+            parts.append(self.mlp(y))
+        return x + sum(parts[1:], parts[0]), rows
 
 
 class Verifier(nnx.Module):
@@ -150,7 +152,9 @@ class Verifier(nnx.Module):
         """Embeddings of tokens; the drafter is passed these, never the table."""
         return self.embedding[...][tokens]
 
-    def read_out(self, hidden: Float[Array, "*lead d"]) -> Float[Array, "*lead v"]:
+    def read_out(
+        self, hidden: Float[Array, "*lead {self.config.width}"]
+    ) -> Float[Array, "*lead {self.config.vocab_size}"]:
         """Float32 logits of the residual stream after the last layer (boundary L)."""
         return self.head(self.norm(hidden)).astype(jnp.float32)
 
@@ -192,11 +196,11 @@ class Verifier(nnx.Module):
                 layer, index, sliced = inputs
 
                 def route(x, chosen, weights):
-                    experts, at = self.experts, index
-                    if differentiable:
-                        experts = jax.tree.map(lambda w: w[None], sliced)
-                        at = jnp.zeros((), jnp.int32)
-                    return experts(x, chosen, weights, at, differentiable)
+                    if sliced is None:
+                        assert self.experts is not None
+                        return self.experts(x, chosen, weights, index)
+                    own = jax.tree.map(lambda w: w[None], sliced)
+                    return own(x, chosen, weights, jnp.zeros((), jnp.int32), differentiable=True)
 
                 x, rows = layer(
                     x, scope, cache, index + first, route if has_experts else None, differentiable
@@ -236,7 +240,7 @@ class Verifier(nnx.Module):
             RequestError: an empty text or a token outside the vocabulary.
         """
         spec = self.spec(boundaries)
-        if not isinstance(tokens, jax.core.Tracer):
+        if not isinstance(tokens, Tracer):
             check_tokens(tokens, self.config.vocab_size)
         return _score(self, tokens, spec)
 

@@ -13,7 +13,7 @@ import json
 import platform
 import sysconfig
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -36,6 +36,8 @@ _SKIP_PREFIXES = (
     "config-",
     "_sysconfigdata",
 )
+
+_UNFAIR = {"locale.py", "_compat_pickle.py", "lzma.py", "tokenize.py"}
 
 # Line breaks with the indentation that follows; words; single digits; punctuation; spaces.
 # A word or a run of punctuation may carry one leading space.
@@ -110,6 +112,31 @@ def heldout_files() -> list[tuple[str, Path]]:
         and not name.startswith("test/")
         and path.stat().st_size >= MIN_HELDOUT_BYTES
     ]
+
+
+def heldout_prompts(encode: Callable[[str], list[int]], count: int, length: int) -> list[list[int]]:
+    """Token windows of held-out files, the files in turn, at places fixed by their names.
+
+    Left out are files that are mostly tables, or that repeat a file trained on.
+
+    Args:
+        encode: text to token ids.
+        count: how many windows.
+        length: tokens of each.
+    """
+    files = []
+    for name, path in heldout_files():
+        if name not in _UNFAIR:
+            tokens = encode(read(path))
+            if len(tokens) > 2 * length:
+                files.append((name, tokens))
+    out = []
+    for i in range(count):
+        name, tokens = files[i % len(files)]
+        rng = np.random.default_rng((zlib.crc32(name.encode()), i // len(files)))
+        at = int(rng.integers(0, len(tokens) - length))
+        out.append(tokens[at : at + length])
+    return out
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:

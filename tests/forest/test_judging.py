@@ -110,7 +110,9 @@ def test_the_shape_of_a_chain():
     assert forest.tokens.tolist() == [[1, 5, 6, 7], [2, 8, 9, 4]]
     assert forest.parents.tolist() == [[0, 0, 1, 2]] * 2
     assert forest.depth.tolist() == [[0, 1, 2, 3]] * 2
-    np.testing.assert_array_equal(forest.ancestors, np.tril(np.ones((4, 4), bool))[None].repeat(2, 0))
+    np.testing.assert_array_equal(
+        forest.ancestors, np.tril(np.ones((4, 4), bool))[None].repeat(2, 0)
+    )
     assert forest.logits is logits
 
 

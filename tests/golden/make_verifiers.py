@@ -160,7 +160,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name in arguments.names:
         kept, path = make(name), arguments.out / f"{name}.npz"
-        np.savez_compressed(path, **kept)
+        np.savez_compressed(path, allow_pickle=False, **kept)
         scalars = {key: value.item() for key, value in kept.items() if value.ndim == 0}
         print(name, path.stat().st_size, scalars, flush=True)
 

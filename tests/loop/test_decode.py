@@ -9,7 +9,7 @@ import pytest
 
 from eagle3_jax.configs import Sampling, Speculation
 from eagle3_jax.contracts import CapacityError, RequestError, UnsupportedError
-from eagle3_jax.generate import _seat, generate
+from eagle3_jax.generation import generate, seat
 from eagle3_jax.loop import run
 from eagle3_jax.loop.decode import DecodeStages
 from eagle3_jax.testing import tiny_drafter, tiny_verifier
@@ -47,7 +47,8 @@ def test_plain_decoding_is_the_verifiers_greedy_choice(pair, prompts, plain):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_speculative_equals_plain_token_for_token(pair, prompts, plain, rows):
-    out = generate(*pair, prompts, max_new_tokens=40, rows=rows, speculation=Speculation(depth=3))
+    speculation = Speculation(depth=3)
+    out = generate(pair[0], pair[1], prompts, max_new_tokens=40, rows=rows, speculation=speculation)
     assert out.tokens == plain.tokens
 
 
@@ -74,7 +75,9 @@ def test_a_text_stops_at_its_end_token_or_its_limit(pair, prompts, plain):
 
 
 def test_accounting(pair, prompts):
-    out = generate(*pair, prompts, max_new_tokens=40, rows=3, speculation=Speculation(depth=3))
+    out = generate(
+        pair[0], pair[1], prompts, max_new_tokens=40, rows=3, speculation=Speculation(depth=3)
+    )
     stats = out.stats
     assert stats.new_tokens == sum(map(len, out.tokens))
     assert stats.cycles == sum(row.cycles for row in out.rows)
@@ -105,7 +108,7 @@ def test_a_perfect_drafter_is_accepted_to_the_full_depth(pair, prompts):
     stages = DecodeStages(
         verifier=verifier, drafter=drafter, speculation=Speculation(depth=4), choose=Told(0)
     )
-    state = _seat(stages, stages.make_state(1, 512), 0, prompts[2], 40)
+    state = seat(stages, stages.make_state(1, 512), 0, prompts[2], 40)
     state = run(stages, state, jnp.asarray(1, jnp.int32))
     assert state.accepted[0].tolist() == [1, 1, 1, 1]
     assert int(state.end[0]) == len(prompts[2]) + 1 + 5

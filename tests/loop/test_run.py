@@ -11,7 +11,7 @@ import pytest
 import eagle3_jax.training.trainer as trainer
 from eagle3_jax import loop
 from eagle3_jax.configs import Speculation, TrainConfig
-from eagle3_jax.generate import _seat, generate
+from eagle3_jax.generation import generate, seat
 from eagle3_jax.loop.decode import DecodeStages
 from eagle3_jax.loop.prefill import prefill_chunk
 from eagle3_jax.loop.run import run
@@ -64,14 +64,19 @@ def test_no_other_array_is_as_long_as_the_capacity(stages, compiled):
 
 
 def test_nothing_crosses_to_the_host_inside_the_loop(stages):
-    state = _seat(stages, stages.make_state(ROWS, CAPACITY), 1, [5, 6, 7], 30)
+    state = seat(stages, stages.make_state(ROWS, CAPACITY), 1, [5, 6, 7], 30)
     n = jnp.asarray(4, jnp.int32)
-    text = run.lower(stages, state, n).compile().as_text()
+    text = run.lower(stages, state, n).compile().as_text() or ""
     for forbidden in ("outfeed", "infeed", "xla_python", "callback", " send(", " recv("):
         assert forbidden not in text
     with jax.transfer_guard("disallow"):
         state = run(stages, state, n)
     assert int(state.cycles[1]) == 4
+
+
+def compilations():
+    """How many shapes loop and prefill have been compiled for."""
+    return [function._cache_size() for function in (run, prefill_chunk)]
 
 
 def test_one_compilation_for_prompts_of_many_lengths(stages):
@@ -90,10 +95,10 @@ def test_one_compilation_for_prompts_of_many_lengths(stages):
         )
 
     go(prompts[:2], 3)
-    before = run._cache_size(), prefill_chunk._cache_size()
+    before = compilations()
     go(prompts, 4)
     go(prompts[2:], 9)
-    assert (run._cache_size(), prefill_chunk._cache_size()) == before
+    assert compilations() == before
 
 
 def test_decoding_and_learning_both_run_through_the_one_loop(monkeypatch, tmp_path):
@@ -104,7 +109,7 @@ def test_decoding_and_learning_both_run_through_the_one_loop(monkeypatch, tmp_pa
         calls.append(type(stages).__name__)
         return run(stages, state, n)
 
-    monkeypatch.setattr(sys.modules["eagle3_jax.generate"], "run", counted)
+    monkeypatch.setattr(sys.modules["eagle3_jax.generation"], "run", counted)
     monkeypatch.setattr(trainer, "run_loop", counted)
     verifier, drafter = tiny_verifier("llama"), tiny_drafter("llama")
     generate(verifier, drafter, [[5, 6]], max_new_tokens=4, speculation=Speculation(depth=3))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 import eagle3_jax.drafter.drafter as drafter_module
 from eagle3_jax.configs import Speculation
 from eagle3_jax.contracts import VerifierFeatures
-from eagle3_jax.generate import _seat
+from eagle3_jax.generation import seat
 from eagle3_jax.loop import run
 from eagle3_jax.loop.decode import DecodeStages
 from eagle3_jax.loop.learn import chain_logits
@@ -36,7 +37,7 @@ def greedy(logits, depth):
 
 
 @functools.cache
-def stages_of(family, depth, choose, seed=1) -> DecodeStages:
+def stages_of(family, depth, choose, seed=1) -> Any:
     return DecodeStages(
         verifier=tiny_verifier(family),
         drafter=tiny_drafter(family, seed=seed),
@@ -60,7 +61,7 @@ def decoded(stages, prompts, cycles):
     """A decoding state after some cycles, and the forest it drafts next."""
     state = stages.make_state(len(prompts), CAPACITY)
     for row, prompt in enumerate(prompts):
-        state = _seat(stages, state, row, prompt, 100)
+        state = seat(stages, state, row, prompt, 100)
     state = run(stages, state, jnp.asarray(cycles, jnp.int32))
     return draft(stages, state)
 
@@ -125,7 +126,7 @@ def decoding_matches_the_oracle():
         arrays_of(stages.drafter), stages.drafter.config, stages.verifier.embedding[...]
     )
     state = stages.make_state(1, CAPACITY)
-    state = _seat(stages, state, 0, list(range(5, 22)), 100)
+    state = seat(stages, state, 0, list(range(5, 22)), 100)
     state, forest = jax.jit(lambda stages, state: stages.draft(state))(stages, state)
     length = int(state.length[0])
     text = np.asarray(state.tokens[:, : length + 1])

@@ -35,7 +35,9 @@ def test_features_are_the_boundaries_in_the_order_asked_for(family):
         picked.features.array, np.concatenate([parts[i] for i in (4, 0, 2)], axis=-1), atol=1e-5
     )
     np.testing.assert_array_equal(parts[0], verifier.embed(TOKENS))
-    np.testing.assert_allclose(verifier.read_out(jnp.asarray(parts[4])), everything.logits, atol=1e-5)
+    np.testing.assert_allclose(
+        verifier.read_out(jnp.asarray(parts[4])), everything.logits, atol=1e-5
+    )
     assert everything.logits.dtype == jnp.float32 and everything.logits.shape == (2, 9, 64)
     for one, two in zip(parts[:-1], parts[1:], strict=True):
         assert np.abs(one - two).max() > 0.1
@@ -110,7 +112,8 @@ def test_bfloat16_weights_give_bfloat16_features_and_float32_logits():
 
 def test_caches_hold_what_each_attention_needs():
     llama = testing.tiny_verifier("llama").make_cache(3, 16)
-    assert llama.keys.shape == (4, 3, 2, 16, 8) and llama.values.shape == (4, 3, 2, 16, 8)
+    assert llama.keys.shape == (4, 3, 2, 16, 8)
+    assert llama.values is not None and llama.values.shape == (4, 3, 2, 16, 8)
     latent = testing.tiny_verifier("deepseek").make_cache(3, 16)
     assert latent.keys.shape == (4, 3, 1, 16, 12 + 8) and latent.values is None
     assert latent.capacity == 16

@@ -117,7 +117,9 @@ def test_few_and_many_tokens_take_different_forms():
         chosen = jnp.zeros((tokens, config.chosen), jnp.int32)
         weights = jnp.zeros((tokens, config.chosen))
         layer = jnp.zeros((), jnp.int32)
-        return str(jax.make_jaxpr(experts, static_argnums=4)(x, chosen, weights, layer, differentiable))
+        return str(
+            jax.make_jaxpr(experts, static_argnums=4)(x, chosen, weights, layer, differentiable)
+        )
 
     by_tile = "custom_vjp"
     assert by_tile not in text(FEW, False)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from eagle3_jax.caches import block_scope, causal, write_rows
-from eagle3_jax.generate import generate
+from eagle3_jax.generation import generate
 from eagle3_jax.load import load_verifier
 from eagle3_jax.verifier import Verifier
 

@@ -120,7 +120,9 @@ def test_scores_depend_on_the_distance_alone(rope, first, second, shift):
     far = heads(rope, [first + shift, second + shift], x)
     scores = [np.sum(pair[0] * pair[1], axis=-1) for pair in (near, far)]
     np.testing.assert_allclose(*scores, atol=4e-3)
-    np.testing.assert_allclose(np.linalg.norm(near, axis=-1), np.linalg.norm(x, axis=-1).repeat(2, 0), rtol=1e-5)
+    np.testing.assert_allclose(
+        np.linalg.norm(near, axis=-1), np.linalg.norm(x, axis=-1).repeat(2, 0), rtol=1e-5
+    )
 
 
 def test_position_zero_is_the_identity():

@@ -101,9 +101,7 @@ def plain_case(c: Shape, rng: np.random.Generator) -> Case:
 def attend(arguments, **options):
     """One compiled program for each shape and form."""
     positional = [arguments[name] for name in POSITIONAL]
-    return forest_attention(
-        *positional, row=arguments["row"], sinks=arguments["sinks"], **options
-    )
+    return forest_attention(*positional, row=arguments["row"], sinks=arguments["sinks"], **options)
 
 
 def run(case: Case, **options) -> jax.Array:
@@ -206,7 +204,7 @@ class ForestAttention:
     def test_whole_numbers_for_layer_and_row(self):
         """Layer and row may be Python's own."""
         case = plain_case(TREE, np.random.default_rng(1)) | {"layer": 1, "row": 1}
-        given = [case[k] if k == "layer" else jnp.asarray(case[k]) for k in POSITIONAL]
+        given: list[Any] = [case[k] if k == "layer" else jnp.asarray(case[k]) for k in POSITIONAL]
         out = forest_attention(*given, scale=SCALE, row=1, **self.options)
         close(out, expected(case))
 
@@ -271,7 +269,9 @@ class TestDifferentiable(ForestAttention):
         for name, gradient in gradients(case, backend="reference").items():
             step = 1e-3 * rng.standard_normal(case[name].shape)
             there, back = (
-                (expected(case | {name: case[name].astype(np.float64) + sign * step}) * weight).sum()
+                (
+                    expected(case | {name: case[name].astype(np.float64) + sign * step}) * weight
+                ).sum()
                 for sign in (1, -1)
             )
             slope = (np.asarray(gradient, np.float64) * step).sum()

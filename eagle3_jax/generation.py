@@ -179,8 +179,8 @@ def generate(
         clock = time.perf_counter()
         for row, index in enumerate(seated):
             if index is None and waiting:
-                seated[row] = waiting.popleft()
-                state = _seat(stages, state, row, texts[seated[row]], max_new_tokens)
+                seated[row] = index = waiting.popleft()
+                state = seat(stages, state, row, texts[index], max_new_tokens)
         state = dataclasses.replace(state, waiting=jnp.asarray(bool(waiting)))
         jax.block_until_ready(state.length)
         prefill_seconds += time.perf_counter() - clock
@@ -194,7 +194,8 @@ def generate(
                 seated[row] = None
         if progress is not None:
             progress(sum(result is not None for result in results))
-    return _output([row for row in results if row is not None], prefill_seconds, seconds)
+    rows_out = [row for row in results if row is not None]
+    return Output(rows=rows_out, stats=stats_of(rows_out, prefill_seconds, seconds))
 
 
 def _checked_capacity(texts, max_new_tokens, capacity, stages: DecodeStages) -> int:
@@ -205,7 +206,7 @@ def _checked_capacity(texts, max_new_tokens, capacity, stages: DecodeStages) -> 
     """
     longest = max(range(len(texts)), key=lambda i: len(texts[i]))
     length, most = len(texts[longest]), stages.verifier.config.max_length
-    what = f"prompt {longest} of {length} tokens and {max_new_tokens} new ones"
+    what = f"prompt {longest + 1}, of {length} tokens, and {max_new_tokens} new ones"
     if length + max_new_tokens > most:
         raise CapacityError(
             f"{what} pass the verifier's longest text of {most} tokens; shorten the prompt or "
@@ -233,8 +234,18 @@ def _compile(stages: DecodeStages, state: DecodeState) -> DecodeState:
     return prefill_chunk(stages, state, zero, empty, zero, zero + 1, zero, no)
 
 
-def _seat(stages, state, row: int, text: list[int], max_new_tokens: int) -> DecodeState:
-    """Read a prompt into a row, chunk by chunk."""
+def seat(
+    stages: DecodeStages, state: DecodeState, row: int, text: list[int], max_new_tokens: int
+) -> DecodeState:
+    """Read a prompt into a row, chunk by chunk; the row is live afterwards.
+
+    Args:
+        stages: verifier and drafter.
+        state: donated.
+        row: which.
+        text: the prompt's token ids; at least one.
+        max_new_tokens: where the row stops.
+    """
     limit = len(text) + max_new_tokens
     for start in range(0, len(text), CHUNK):
         chunk = text[start : start + CHUNK + 1]
@@ -256,14 +267,21 @@ def _seat(stages, state, row: int, text: list[int], max_new_tokens: int) -> Deco
 def _harvest(verifier: Verifier, state: DecodeState, row: int, length: int) -> Row:
     new = slice(length, int(state.end[row]))
     tokens = np.asarray(state.tokens[row])[new].tolist()
-    drafted = np.asarray(state.drafted[row])[new].tolist()
+    drafted = np.asarray(state.drafted[row])[new].astype(bool).tolist()
     text = None if verifier.tokenizer is None else verifier.tokenizer.decode(tokens)
     accepted = tuple(int(i) for i in np.asarray(state.accepted[row]))
     cycles = int(state.cycles[row])
     return Row(tokens=tokens, drafted=drafted, text=text, cycles=cycles, accepted=accepted)
 
 
-def _output(rows: list[Row], prefill_seconds: float, seconds: float) -> Output:
+def stats_of(rows: Sequence[Row], prefill_seconds: float, seconds: float) -> Stats:
+    """What some rows took together, from their sums.
+
+    Args:
+        rows: all decoded to the same depth.
+        prefill_seconds: reading their prompts.
+        seconds: decoding them.
+    """
     new = sum(len(row.tokens) for row in rows)
     cycles = sum(row.cycles for row in rows)
     looped = new - len(rows)
@@ -272,7 +290,7 @@ def _output(rows: list[Row], prefill_seconds: float, seconds: float) -> Output:
         accepted = sum(row.accepted[depth] for row in rows)
         by_depth.append(accepted / reached if reached else 0.0)
         reached = accepted
-    stats = Stats(
+    return Stats(
         new_tokens=new,
         cycles=cycles,
         accept_length=looped / cycles if cycles else 0.0,
@@ -281,4 +299,3 @@ def _output(rows: list[Row], prefill_seconds: float, seconds: float) -> Output:
         seconds=seconds,
         tokens_per_second=looped / seconds if seconds else 0.0,
     )
-    return Output(rows=rows, stats=stats)

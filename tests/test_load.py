@@ -1,0 +1,244 @@
+"""Loading: folders and names to models, dtypes, and every way they do not fit."""
+
+import dataclasses
+import json
+import runpy
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.core import Tracer
+
+from checkpoints.drafters import Manifest, write_drafter
+from checkpoints.tensors import read_tensors, write_tensors
+from eagle3_jax import load, testing
+from eagle3_jax.configs import Speculation
+from eagle3_jax.contracts import ContractError, LoadError, UnsupportedError
+from eagle3_jax.drafter import Drafter
+from eagle3_jax.load import load_drafter, load_verifier, recommended_speculation
+from eagle3_jax.states import arrays_of, fill
+from eagle3_jax.verifier import Verifier
+
+MODELS = runpy.run_path(str(Path(__file__).parent / "golden" / "tiny_models.py"))
+NAME = "deepseek_a"
+BOUNDARIES = (1, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A verifier's folder with a tokenizer; read only."""
+    folder = MODELS["write_folder"](NAME, tmp_path_factory.mktemp("models") / "big")
+    (folder / "tokenizer.json").write_text(testing.tiny_tokenizer()._backend.to_str())
+    settings = {"chat_template": "{{ bos_token }}{{ messages[0].content }}"}
+    settings |= {"bos_token": {"content": "<|bos|>"}, "eos_token": "<|eos|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def verifier(folder) -> Verifier:
+    """Loaded once, in float32."""
+    return load_verifier(folder, dtype="float32")
+
+
+@pytest.fixture
+def copy(folder, tmp_path) -> Path:
+    """A folder to damage."""
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def make_drafter(verifier: Verifier) -> Drafter:
+    """A small drafter that fits."""
+    config = dataclasses.replace(
+        testing.tiny_drafter("llama").config,
+        verifier_width=verifier.config.width,
+        vocab_size=verifier.config.vocab_size,
+    )
+    return Drafter(config, verifier.spec(BOUNDARIES), jax.random.key(5))
+
+
+@pytest.fixture
+def drafter_folder(verifier, tmp_path):
+    """Writes a drafter's folder with changes to its spec or configuration."""
+    drafter = make_drafter(verifier)
+    arrays = {name: np.asarray(value) for name, value in arrays_of(drafter).items()}
+
+    def write(spec=None, config=None, recommended=None, change=None) -> Path:
+        manifest = Manifest(
+            config=dataclasses.replace(drafter.config, **(config or {})),
+            spec=dataclasses.replace(drafter.spec, **(spec or {})),
+            recommended=recommended or {},
+        )
+        write_drafter(tmp_path / "run" / "drafter", manifest, {**arrays, **(change or {})})
+        return tmp_path / "run"
+
+    return write
+
+
+def test_a_verifier_is_what_its_folder_says(verifier, folder):
+    assert verifier.name == "big" and verifier.config.vocab_size == 97
+    tensors = MODELS["hub_tensors"](NAME)
+    np.testing.assert_array_equal(verifier.embedding[...], tensors["model.embed_tokens.weight"])
+    assert verifier.tokenizer is not None
+    assert verifier.tokenizer.chat([{"role": "user", "content": "ab"}])[0] == 0
+    assert verifier.tokenizer.special == {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+    assert verifier.spec((1,)).tokenizer == verifier.tokenizer.fingerprint
+    assert load_verifier(str(folder)).dtype == verifier.dtype
+
+
+def test_bfloat16_leaves_norms_and_router_in_float32(folder):
+    low = load_verifier(folder, dtype="bfloat16")
+    assert low.dtype == jnp.bfloat16
+    kinds = {name: value.dtype for name, value in arrays_of(low).items()}
+    for name, kind in kinds.items():
+        keep = "norm" in name or "router" in name
+        assert kind == (jnp.float32 if keep else jnp.bfloat16), name
+    assert {"moe_layers.router.bias", "norm.weight", "head.kernel"} <= set(kinds)
+
+
+def test_no_weights_are_drawn_while_loading(folder, monkeypatch):
+    """The module is built abstractly: only then is a large model's loading not its drawing, too."""
+    drawn = []
+    normal = jax.random.normal
+    monkeypatch.setattr(
+        jax.random, "normal", lambda key, *rest: drawn.append(key) or normal(key, *rest)
+    )
+    load_verifier(folder)
+    assert drawn and all(isinstance(key, Tracer) for key in drawn)
+
+
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        ("no-such-model", "neither a folder nor a bundled name"),
+        ("tiny-kimmi", "did you mean tiny-kimi"),
+    ],
+)
+def test_an_unknown_name_is_refused(source, words, tmp_path, monkeypatch):
+    (tmp_path / "tiny-kimi" / "verifier").mkdir(parents=True)
+    monkeypatch.setattr(load, "BUNDLED", tmp_path)
+    assert load.bundled() == ["tiny-kimi"]
+    with pytest.raises(LoadError, match=words) as refusal:
+        load_verifier(source)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_bundled_name_is_its_folder(folder, tmp_path, monkeypatch):
+    shutil.copytree(folder, tmp_path / "small" / "verifier")
+    monkeypatch.setattr(load, "BUNDLED", tmp_path)
+    assert load_verifier("small").name == "small"
+
+
+def test_folders_that_hold_no_model(tmp_path, folder):
+    with pytest.raises(LoadError, match="holds no config.json"):
+        load_verifier(tmp_path)
+    with pytest.raises(LoadError, match="is a file; expected a folder"):
+        load_verifier(folder / "config.json")
+
+
+def test_damaged_folders_are_refused(copy):
+    weights = copy / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    with pytest.raises(LoadError, match="truncated"):
+        load_verifier(copy)
+    weights.write_bytes(whole)
+    tensors = {k: v.copy() for k, v in read_tensors(weights).items()}
+    tensors["model.norm.weight"][3] = np.nan
+    write_tensors(weights, tensors)
+    with pytest.raises(LoadError, match="NaN or infinite values in model.norm.weight"):
+        load_verifier(copy)
+    weights.unlink()
+    with pytest.raises(LoadError, match="model.safetensors is missing"):
+        load_verifier(copy)
+    (copy / "config.json").write_text("{")
+    with pytest.raises(LoadError, match="no JSON file"):
+        load_verifier(copy)
+
+
+def test_unknown_dtypes_and_meshes_are_refused(folder):
+    with pytest.raises(LoadError, match="dtype 'float8' is unknown; expected float32 or bfloat16"):
+        load_verifier(folder, dtype="float8")
+    with pytest.raises(UnsupportedError, match="partition rules"):
+        load_verifier(folder, mesh=object())
+
+
+def test_a_drafter_comes_back(verifier, drafter_folder):
+    recommended = {"speculation": {"depth": 3}, "dtype": "float32"}
+    run = drafter_folder(recommended=recommended)
+    for source in (run, str(run / "drafter")):
+        drafter = load_drafter(source, verifier)
+        assert drafter.spec == verifier.spec(BOUNDARIES)
+        wanted = arrays_of(make_drafter(verifier))
+        for name, value in arrays_of(drafter).items():
+            np.testing.assert_array_equal(value, wanted[name], err_msg=name)
+        assert recommended_speculation(drafter) == Speculation(depth=3)
+        assert hash(drafter.recommended) is not None
+    assert load.find_drafter(run) == run / "drafter"
+
+
+def test_a_drafter_takes_the_dtype_of_its_verifier(folder, drafter_folder):
+    drafter = load_drafter(drafter_folder(), load_verifier(folder, dtype="bfloat16"))
+    assert drafter.dtype == jnp.bfloat16
+    assert drafter.norm.weight.dtype == jnp.float32
+    assert drafter.vocabulary.dtype == jnp.int32
+
+
+def test_default_speculation():
+    assert recommended_speculation(None) == Speculation(depth=0)
+    assert recommended_speculation(testing.tiny_drafter("llama")) == Speculation()
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (
+            {"spec": {"width": 32}, "config": {"verifier_width": 32}},
+            "width 32, the verifier big has width 64",
+        ),
+        ({"spec": {"num_layers": 6}}, "a verifier of 6 layers, the verifier big has 5"),
+        ({"config": {"vocab_size": 101}}, "vocabulary of 101 tokens, the verifier big has 97"),
+    ],
+)
+def test_a_drafter_of_another_model_is_refused(verifier, drafter_folder, changes, words):
+    with pytest.raises(ContractError, match=words) as refusal:
+        load_drafter(drafter_folder(**changes), verifier)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_sibling_only_warns(verifier, drafter_folder):
+    with pytest.warns(UserWarning, match="trained with verifier other"):
+        load_drafter(drafter_folder(spec={"verifier": "other"}), verifier)
+
+
+def test_a_convention_is_not_taken_for_our_own_folders(verifier, drafter_folder):
+    with pytest.raises(ContractError, match="names boundaries itself"):
+        load_drafter(drafter_folder(), verifier, convention="boundary")
+
+
+def test_a_vocabulary_map_that_cannot_be_one_is_refused(verifier, drafter_folder):
+    offsets = np.zeros((40,), np.int32)
+    with pytest.raises(ContractError, match="offsets was read as ids"):
+        load_drafter(drafter_folder(change={"vocabulary": offsets}), verifier)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"extra": np.zeros(3)}, "missing or unknown: extra"),
+        ({"norm.weight": np.zeros(3, np.float32)}, r"norm.weight has shape \[3\]; expected \[24\]"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named(verifier, drafter_folder, change, words):
+    with pytest.raises(LoadError, match=words):
+        load_drafter(drafter_folder(change=change), verifier)
+
+
+def test_fill_wants_every_array():
+    arrays = {name: np.asarray(x) for name, x in arrays_of(testing.tiny_drafter("llama")).items()}
+    arrays.pop("head.kernel")
+    with pytest.raises(LoadError, match="missing or unknown: head.kernel"):
+        fill(lambda: testing.tiny_drafter("llama"), arrays, jnp.float32)
