@@ -1,8 +1,8 @@
 """Speculative equals plain, token for token: tiny-kimi, float32, 100 prompts, batch 1, 3 and 8.
 
 Prompts are windows of held-out source files, of 1 to 300 tokens, and there are more of them than
-rows, so that rows are refilled. A difference is shown with the verifier's gap between the two tokens: a near tie
-is a gap of the order of float32's rounding.
+rows, so that rows are refilled. A difference is shown with the verifier's gap between the two
+tokens: a near tie is a gap of the order of float32's rounding.
 """
 
 import argparse

@@ -1,6 +1,8 @@
 """The tokenizer read from files, its chat template, and what it refuses."""
 
+import numpy as np
 import pytest
+import tokenizers
 
 from eagle3_jax import testing
 from eagle3_jax.contracts import LoadError, RequestError
@@ -33,9 +35,17 @@ def test_special_tokens_are_neither_added_nor_shown():
     assert (PLAIN.token_id("<|eos|>"), PLAIN.token_id("nothing")) == (1, None)
 
 
-def test_ids_may_be_any_sequence():
-    import numpy as np
+def test_a_tokenizer_that_would_add_special_tokens_adds_none():
+    """Templates write them; a second beginning of text would change what the model sees."""
+    backend = tokenizers.Tokenizer.from_str(JSON)
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", 0)]
+    )
+    assert backend.encode("ab").ids[0] == 0
+    assert Tokenizer(backend.to_str()).encode("ab") == PLAIN.encode("ab")
 
+
+def test_ids_may_be_any_sequence():
     ids = PLAIN.encode("abc")
     assert PLAIN.decode(np.asarray(ids, np.int32)) == PLAIN.decode(tuple(ids)) == "abc"
 

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,8 @@ def test_nothing_crosses_to_the_host_inside_the_loop(stages):
 
 def compilations():
     """How many shapes loop and prefill have been compiled for."""
-    return [function._cache_size() for function in (run, prefill_chunk)]
+    functions: list[Any] = [run, prefill_chunk]
+    return [function._cache_size() for function in functions]
 
 
 def test_one_compilation_for_prompts_of_many_lengths(stages):
