@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 from flax import nnx
 
@@ -22,7 +23,8 @@ def fill[M: nnx.Module](make: Callable[[], M], arrays: Mapping[str, np.ndarray],
     Args:
         make: builds the module; run abstractly only.
         arrays: one for each of the module's arrays, by dotted path.
-        dtype: of matrices; vectors (norms, biases) and the router stay float32.
+        dtype: of matrices; norms and the router stay float32, routed experts that come in
+            bfloat16 stay that.
 
     Raises:
         LoadError: an array is missing, unknown, or has another shape.
@@ -45,6 +47,8 @@ def fill[M: nnx.Module](make: Callable[[], M], arrays: Mapping[str, np.ndarray],
             target = variable.dtype
         else:
             keep = "norm" in name or "router" in name
-            target = np.float32 if keep else dtype
+            # Widening is exact, and experts are widened where they are used.
+            narrow = name.startswith("experts.") and value.dtype == ml_dtypes.bfloat16
+            target = np.float32 if keep else value.dtype if narrow else dtype
         filled[path] = variable.replace(jax.numpy.asarray(np.asarray(value).astype(target)))
     return nnx.merge(graph, nnx.from_flat_state(filled))

@@ -34,9 +34,7 @@ def modules() -> list[tuple[str, Path]]:
     packages = ("eagle3_jax", "kernels_pallas", "sharding", "checkpoints")
     paths = [path for package in packages for path in (ROOT / package).rglob("*.py")]
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
-    return [
-        (name.removesuffix(".__init__"), path) for name, path in zip(names, paths, strict=True)
-    ]
+    return [(name.removesuffix(".__init__"), path) for name, path in zip(names, paths, strict=True)]
 
 
 def imports(path: Path) -> list[str]:

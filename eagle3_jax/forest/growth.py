@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 
 from eagle3_jax.contracts import DraftHidden
 from eagle3_jax.drafter.drafter import Drafter, Roots, growth_step
+from eagle3_jax.forest.judging import likeliest
 
 Choose = Callable[[Float[Array, "b t dv"], Int[Array, ""]], Int[Array, "b t"]]
 """From the drafter's logits and a depth, the draft ids of the nodes of that depth."""
@@ -16,7 +17,7 @@ Choose = Callable[[Float[Array, "b t dv"], Int[Array, ""]], Int[Array, "b t"]]
 
 def greedy(logits: Float[Array, "b t dv"], depth: Int[Array, ""]) -> Int[Array, "b t"]:
     """The drafter's likeliest token."""
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return likeliest(logits)
 
 
 def grow_chain(

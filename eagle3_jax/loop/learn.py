@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int
 from eagle3_jax.caches import text_scope
 from eagle3_jax.contracts import VerifierFeatures
 from eagle3_jax.drafter.drafter import Drafter, Roots, context_pass, growth_step
-from eagle3_jax.forest.judging import agree
+from eagle3_jax.forest.judging import agree, likeliest
 from eagle3_jax.verifier.decoder import Verifier
 
 
@@ -234,7 +234,7 @@ class LearnStages(nnx.Pytree):
                 array=features, spec=self.verifier.spec(drafter.spec.boundaries)
             ),
             target=jax.nn.softmax(logits[..., drafter.vocabulary[...]], axis=-1),
-            best=jnp.argmax(logits, axis=-1).astype(jnp.int32),
+            best=likeliest(logits),
         )
 
     def judge(self, state: LearnState, forest: TextForest, scores: TextScores) -> LearnVerdict:
@@ -254,7 +254,7 @@ class LearnStages(nnx.Pytree):
                 sayable = jnp.any(best[..., None] == drafter.vocabulary[...][None, None], axis=-1)
                 learned = (judged & sayable).astype(jnp.float32)
                 crossed = optax.softmax_cross_entropy(one, ahead(scores.target, 1 + step))
-                chosen = drafter.to_verifier(jnp.argmax(one, axis=-1))
+                chosen = drafter.to_verifier(likeliest(one))
                 parts.append(
                     (
                         jnp.sum(crossed * learned),

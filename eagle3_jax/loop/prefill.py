@@ -11,6 +11,7 @@ from jaxtyping import Bool, Int
 from eagle3_jax.caches import Rows, block_scope, causal, write_rows
 from eagle3_jax.contracts import VerifierFeatures
 from eagle3_jax.drafter.drafter import context_pass
+from eagle3_jax.forest.judging import likeliest
 from eagle3_jax.loop.decode import DecodeStages, DecodeState, ends_text
 
 CHUNK = 128
@@ -52,7 +53,7 @@ def prefill_chunk(
     assert rows is not None
     cache = write_rows(state.cache, rows, start[None], row, after=hidden)
     final = jax.lax.dynamic_slice_in_dim(hidden[:, 0], count - 1, 1, axis=1)
-    first = jnp.argmax(verifier.read_out(final)[0, 0]).astype(jnp.int32)
+    first = likeliest(verifier.read_out(final)[0, 0])
 
     text = jax.lax.dynamic_update_slice(state.tokens, chunk, (row, start))
     end = start + count + 1

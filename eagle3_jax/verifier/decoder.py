@@ -25,6 +25,9 @@ from eagle3_jax.tokenizer import Tokenizer
 from eagle3_jax.verifier.attention import GroupedQueryAttention, LatentAttention, LayerRows
 from eagle3_jax.verifier.experts import Experts, Router
 
+FEW_TOKENS = 32
+"""Up to this many embeddings are read one by one."""
+
 
 @nnx.dataclass
 class Scores(nnx.Pytree):
@@ -150,7 +153,14 @@ class Verifier(nnx.Module):
 
     def embed(self, tokens: Int[Array, "*lead"]) -> Float[Array, "*lead d"]:
         """Embeddings of tokens; the drafter is passed these, never the table."""
-        return self.embedding[...][tokens]
+        table = self.embedding[...]
+        if tokens.size > FEW_TOKENS:
+            return table[tokens]
+        # XLA:CPU hands a gather from a big table to its thread pool, however small the gather.
+        rows = [
+            jax.lax.dynamic_slice_in_dim(table, token, 1) for token in tokens.reshape(tokens.size)
+        ]
+        return jnp.concatenate(rows).reshape(*tokens.shape, table.shape[1])
 
     def read_out(
         self, hidden: Float[Array, "*lead {self.config.width}"]

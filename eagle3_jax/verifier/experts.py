@@ -8,7 +8,8 @@
 | any, off the CPU | `experts_ragged` | `jax.lax.ragged_dot`: no loop whose length is data |
 
 All equal the dense reference (every expert on every token), which lives in the tests. The stacked
-weights [l e ...] are closed over and sliced at (layer, expert), never copied a layer at a time.
+weights [l e ...] are closed over and sliced at (layer, expert), never copied a layer at a time;
+bfloat16 weights computed in float32 stay bfloat16 in memory, and only what is in use is widened.
 """
 
 import functools
@@ -117,9 +118,10 @@ class Experts(nnx.Module):
         return form(x, chosen, weights, self.gate_up[...], self.down[...], layer)
 
 
-def _expert(stack: Float[Array, "l e a z"], layer, expert) -> Float[Array, "a z"]:
+def _expert(stack: Float[Array, "l e a z"], layer, expert, dtype) -> Float[Array, "a z"]:
+    """One expert's kernel, widened where the stack is stored narrower than it is computed in."""
     one = jax.lax.dynamic_slice(stack, (layer, expert, 0, 0), (1, 1, *stack.shape[2:]))
-    return one[0, 0]
+    return one[0, 0].astype(dtype)
 
 
 def experts_in_use(
@@ -139,7 +141,8 @@ def experts_in_use(
 
     def add(j, total):
         expert = order[j]
-        y = matmul(gate(matmul(x, _expert(gate_up, layer, expert))), _expert(down, layer, expert))
+        inner = gate(matmul(x, _expert(gate_up, layer, expert, x.dtype)))
+        y = matmul(inner, _expert(down, layer, expert, x.dtype))
         return total + y.astype(jnp.float32) * per_expert[expert][:, None]
 
     total = jax.lax.fori_loop(0, jnp.sum(used), add, jnp.zeros(x.shape, jnp.float32))
@@ -168,8 +171,10 @@ def experts_ragged(
     sizes = jnp.sum(flat[:, None] == jnp.arange(gate_up.shape[1])[None], axis=0, dtype=jnp.int32)
     rows = x[order // chosen.shape[1]]
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    inner = gate(jax.lax.ragged_dot(rows, gate_up[layer], sizes, precision=precision))
-    y = jax.lax.ragged_dot(inner, down[layer], sizes, precision=precision)
+    inner = gate(
+        jax.lax.ragged_dot(rows, gate_up[layer].astype(x.dtype), sizes, precision=precision)
+    )
+    y = jax.lax.ragged_dot(inner, down[layer].astype(x.dtype), sizes, precision=precision)
     return _combine(y, order, weights, x.dtype)
 
 
@@ -217,7 +222,8 @@ def _tiles(rows, sizes, gate_up, down, layer):
     def one(j, out):
         expert, start, _ = locate(j)
         x = jax.lax.dynamic_slice(padded, (start, 0), (TILE, width))
-        y = matmul(gate(matmul(x, _expert(gate_up, layer, expert))), _expert(down, layer, expert))
+        inner = gate(matmul(x, _expert(gate_up, layer, expert, x.dtype)))
+        y = matmul(inner, _expert(down, layer, expert, x.dtype))
         return jax.lax.dynamic_update_slice(out, y, (start, 0))
 
     return jax.lax.fori_loop(0, total, one, jnp.zeros_like(padded))[:count]
@@ -243,7 +249,8 @@ def _tiles_backward(saved, d_out):
     def one(j, carry):
         d_rows, d_gate_up, d_down = carry
         expert, start, left = locate(j)
-        up_kernel, down_kernel = _expert(gate_up, layer, expert), _expert(down, layer, expert)
+        up_kernel = _expert(gate_up, layer, expert, rows.dtype)
+        down_kernel = _expert(down, layer, expert, rows.dtype)
         own = (jnp.arange(TILE) < left)[:, None]
         x = jax.lax.dynamic_slice(padded, (start, 0), (TILE, width))
         dy = jnp.where(own, jax.lax.dynamic_slice(d_padded, (start, 0), (TILE, width)), 0)

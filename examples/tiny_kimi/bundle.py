@@ -1,7 +1,7 @@
 """Write tiny-kimi's two folders as they are bundled: bfloat16, a Hugging Face verifier folder.
 
-python examples/tiny_kimi/bundle.py verifier --run runs/tiny-kimi
-python examples/tiny_kimi/bundle.py drafter --run runs/tiny-kimi-drafter --depth 4
+python examples/tiny_kimi/bundle.py verifier --run R --corpus C
+python examples/tiny_kimi/bundle.py drafter --run R --depth 4
 """
 
 import dataclasses
@@ -92,13 +92,8 @@ class BundleDrafter:
         )
 
 
-def main(
-    what: Annotated[BundleVerifier, tyro.conf.subcommand("verifier")]
-    | Annotated[BundleDrafter, tyro.conf.subcommand("drafter")],
-) -> None:
-    """Bundle the verifier or the drafter."""
-    what.go()
-
-
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(
+        Annotated[BundleVerifier, tyro.conf.subcommand("verifier")]
+        | Annotated[BundleDrafter, tyro.conf.subcommand("drafter")]
+    ).go()

@@ -6,6 +6,9 @@ import jax.numpy as jnp
 BLOCK = 256
 """Context slots read at a time; a cache's capacity should be a multiple."""
 
+UNROLLED_HEADS = 8
+"""Up to this many key heads are multiplied one by one on CPU."""
+
 ROOTS = 256
 """Roots attended at a time by the differentiable form."""
 
@@ -41,46 +44,50 @@ def attend_blocked(
     # [b r w h hd] -> [b k r w g hd]: one product a key head, its queries side by side.
     queries = q.reshape(b, r, w, k, g, hd).transpose(0, 3, 1, 2, 4, 5)
 
-    def scores_of(equation, block):
-        raw = jnp.einsum(equation, queries, block, precision=precision, preferred_element_type=f32)
-        return raw * jnp.float32(scale)
+    def product(equation, left, right):
+        """An einsum of [b k ...] operands; on CPU head by head, since batched products are slow."""
+        if not (jax.default_backend() == "cpu" and 1 < k <= UNROLLED_HEADS):
+            return jnp.einsum(
+                equation, left, right, precision=precision, preferred_element_type=f32
+            )
+        one = equation.replace("k", "")
+        return jnp.stack(
+            [
+                jnp.einsum(
+                    one, left[:, i], right[:, i], precision=precision, preferred_element_type=f32
+                )
+                for i in range(k)
+            ],
+            axis=1,
+        )
 
-    def step(state, scores, seen, weigh):
-        """Fold scores [b k r w g x] into (running maximum, total, weighted values)."""
+    def step(state, key, value, seen, block):
+        """Fold keys and values into (running maximum, total, weighted values) of [b k r w g].
+
+        Args:
+            block: their axes in the einsum, "bkx" for a context block, "bkrx" for own blocks.
+        """
         top, total, out = state
-        scores = jnp.where(seen, scores, -jnp.inf)
+        scores = product(f"bkrwgd,{block}d->bkrwgx", queries, key) * jnp.float32(scale)
+        scores = jnp.where(seen[:, None, :, :, None], scores, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
         base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
         keep = jnp.exp(top - base)
         weights = jnp.exp(scores - base[..., None])
         total = total * keep + jnp.sum(weights, axis=-1)
-        return new_top, total, out * keep[..., None] + weigh(weights)
+        more = product(f"bkrwgx,{block}d->bkrwgd", weights.astype(value.dtype), value)
+        return new_top, total, out * keep[..., None] + more
 
-    def weigher(equation, block):
-        def weigh(weights):
-            return jnp.einsum(
-                equation,
-                weights.astype(block.dtype),
-                block,
-                precision=precision,
-                preferred_element_type=f32,
-            )
-
-        return weigh
-
-    own_v = own_keys[..., :hv] if own_values is None else own_values
+    # [b r u k hd] -> [b k r u hd]
+    own_k = own_keys.transpose(0, 3, 1, 2, 4)
+    own_v = own_k[..., :hv] if own_values is None else own_values.transpose(0, 3, 1, 2, 4)
     shape = (b, k, r, w, g)
     state = (
         jnp.full(shape, -jnp.inf, f32),
         jnp.zeros(shape, f32),
         jnp.zeros((*shape, hv), f32),
     )
-    state = step(
-        state,
-        scores_of("bkrwgd,brukd->bkrwgu", own_keys),
-        ancestors[:, None, None, :, None, :],
-        weigher("bkrwgu,brukd->bkrwgd", own_v),
-    )
+    state = step(state, own_k, own_v, ancestors[:, None], "bkrx")
 
     def fold(index, state):
         start = jnp.minimum(index * size, s - size)
@@ -93,12 +100,7 @@ def attend_blocked(
 
         key_block = block_of(keys)
         value_block = key_block[..., :hv] if values is None else block_of(values)
-        return step(
-            state,
-            scores_of("bkrwgd,bkxd->bkrwgx", key_block),
-            inside[:, None, :, :, None, :],
-            weigher("bkrwgx,bkxd->bkrwgd", value_block),
-        )
+        return step(state, key_block, value_block, inside, "bkx")
 
     first = jnp.min(lo) // size
     last = (jnp.max(hi) + size - 1) // size
