@@ -8,7 +8,15 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from eagle3_jax.caches import Cache, Rows, block_scope, causal, take_path, write_rows
+from eagle3_jax.caches import (
+    UNROLLED_ROWS,
+    Cache,
+    Rows,
+    block_scope,
+    causal,
+    take_path,
+    write_rows,
+)
 from eagle3_jax.configs import Speculation
 from eagle3_jax.contracts import DraftHidden, FeatureSpec, VerifierFeatures
 from eagle3_jax.drafter.drafter import Drafter, Roots, context_pass
@@ -256,4 +264,8 @@ def write_tokens(
         row = jnp.where(live[i], jax.lax.dynamic_slice(new, (i, 0), (1, p)), old)
         return jax.lax.dynamic_update_slice(tokens, row, (i, start[i]))
 
+    if new.shape[0] <= UNROLLED_ROWS:
+        for i in range(new.shape[0]):
+            tokens = put(i, tokens)
+        return tokens
     return jax.lax.fori_loop(0, new.shape[0], put, tokens)
