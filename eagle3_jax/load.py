@@ -160,13 +160,19 @@ def check_drafter(manifest: drafters.Manifest, verifier: Verifier) -> None:
     Raises:
         ContractError: says what was expected, what was found, and the likely cause.
     """
-    found = verifier.spec(
-        manifest.spec.boundaries if manifest.spec.num_layers == verifier.config.num_layers else (0,)
-    )
-    manifest.spec.require(found, of=f"the verifier {verifier.name}")
-    if manifest.config.vocab_size != verifier.config.vocab_size:
+    spec, config = manifest.spec, manifest.config
+    if len(spec.boundaries) != config.num_features:
         raise ContractError(
-            f"the drafter was trained for a vocabulary of {manifest.config.vocab_size} tokens, the "
+            f"the drafter's weights take {config.num_features} features, its manifest names "
+            f"boundaries {list(spec.boundaries)}; the manifest was edited, or is another drafter's"
+        )
+    found = verifier.spec(
+        spec.boundaries if spec.num_layers == verifier.config.num_layers else (0,)
+    )
+    spec.require(found, of=f"the verifier {verifier.name}")
+    if config.vocab_size != verifier.config.vocab_size:
+        raise ContractError(
+            f"the drafter was trained for a vocabulary of {config.vocab_size} tokens, the "
             f"verifier {verifier.name} has {verifier.config.vocab_size}; another model or tokenizer"
         )
 

@@ -296,7 +296,7 @@ def copy(pair: Path, to: Path) -> Path:
         ("features", "width", 16, "features of width 16, the verifier tiny-kimi has width 32"),
         ("features", "num_layers", 5, "a verifier of 5 layers, the verifier tiny-kimi has 4"),
         ("features", "boundaries", [1, 2, 9], "[1, 2, 9] do not fit a verifier of 4 layers"),
-        ("features", "boundaries", [1, 2], "32 was given the spec of 2 features"),
+        ("features", "boundaries", [1, 2], "its manifest names boundaries"),
         ("config", "vocab_size", 70, "vocabulary of 70 tokens, the verifier tiny-kimi has 64"),
     ],
 )
