@@ -20,7 +20,7 @@ CAPACITY = 512
 def main() -> int:
     """Print the table; 0 where the recommended depth passes."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=int, default=40)
+    parser.add_argument("--prompts", type=int, default=60)
     parser.add_argument("--length", type=int, default=96)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6])
