@@ -109,8 +109,9 @@ def encode_prompt(verifier: Verifier, prompt: Prompt, raw: bool = False) -> list
     elif len(prompt) and isinstance(prompt[0], dict):
         messages = list(prompt)
     else:
-        check_tokens(np.asarray(prompt), verifier.config.vocab_size)
-        return [int(token) for token in prompt]  # type: ignore[arg-type]
+        tokens = np.asarray(prompt)
+        check_tokens(tokens, verifier.config.vocab_size)
+        return tokens.tolist()
     if tokenizer is None:
         raise RequestError(
             f"the verifier {verifier.name} has no tokenizer.json; pass prompts as token lists"

@@ -181,7 +181,14 @@ def recommended_speculation(drafter: Drafter | None) -> Speculation:
     """What the drafter's manifest recommends; the default where it says nothing.
 
     Without a drafter, plain decoding.
+
+    Raises:
+        LoadError: the manifest recommends something that `Speculation` does not have.
     """
     if drafter is None:
         return Speculation(depth=0)
-    return Speculation(**dict(dict(drafter.recommended).get("speculation", ())))  # type: ignore
+    settings: Any = dict(drafter.recommended).get("speculation", ())
+    try:
+        return Speculation(**dict(settings))
+    except (TypeError, ValueError) as error:
+        raise LoadError(f"the drafter's manifest recommends {settings!r}: {error}") from None

@@ -242,3 +242,12 @@ def test_fill_wants_every_array():
     arrays.pop("head.kernel")
     with pytest.raises(LoadError, match="missing or unknown: head.kernel"):
         fill(lambda: testing.tiny_drafter("llama"), arrays, jnp.float32)
+
+
+@pytest.mark.parametrize("settings", [(("width", 3),), (("depth", 99),), 7])
+def test_a_recommendation_that_cannot_be_followed_is_named(settings):
+    drafter = testing.tiny_drafter()
+    odd = jax.tree.map(lambda x: x, drafter)
+    odd.recommended = (("speculation", settings),)
+    with pytest.raises(LoadError, match="manifest recommends"):
+        recommended_speculation(odd)

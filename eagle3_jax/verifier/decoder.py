@@ -277,6 +277,8 @@ def check_tokens(tokens, vocab_size: int) -> None:
     ids = np.asarray(tokens)
     if ids.size == 0:
         raise RequestError("the prompt is empty: there is no token to continue from")
+    if ids.dtype.kind not in "iu":
+        raise RequestError(f"a prompt's tokens must be whole numbers; found {ids.dtype}")
     if ids.min() < 0 or ids.max() >= vocab_size:
         bad = int(ids.max() if ids.max() >= vocab_size else ids.min())
         raise RequestError(

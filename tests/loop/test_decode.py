@@ -13,6 +13,7 @@ from eagle3_jax.generation import generate, seat
 from eagle3_jax.loop import run
 from eagle3_jax.loop.decode import DecodeStages
 from eagle3_jax.testing import tiny_drafter, tiny_verifier
+from eagle3_jax.verifier.decoder import check_tokens
 
 LENGTHS = (3, 130, 17, 128, 129, 256, 1, 40)
 
@@ -127,6 +128,8 @@ def test_requests_that_cannot_be_served_are_refused_before_anything_runs(pair):
         generate(verifier, drafter, [])
     with pytest.raises(RequestError, match="outside the verifier's vocabulary of 64"):
         generate(verifier, drafter, [[5, 64]])
+    with pytest.raises(RequestError, match="whole numbers; found float64"):
+        check_tokens(np.asarray([5.7, 6.2]), 64)
     with pytest.raises(RequestError, match="tokenizer"):
         generate(verifier, drafter, ["text"])
     with pytest.raises(CapacityError, match="need a capacity of 512"):
