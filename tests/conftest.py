@@ -6,8 +6,11 @@ import os
 PLATFORM = os.environ.get("EAGLE3_TEST_PLATFORM", "cpu")
 os.environ["JAX_PLATFORMS"] = PLATFORM
 
+import gc  # noqa: E402
+
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_platforms", PLATFORM)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -28,3 +31,15 @@ hypothesis.settings.register_profile(
     "thorough", parent=hypothesis.settings.get_profile("eagle3"), max_examples=500
 )
 hypothesis.settings.load_profile("eagle3")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def release_compiled():
+    """Let go of a file's compiled functions when it is through.
+
+    Each holds some tens of memory maps, of which Linux allows a process 65,530 (vm.max_map_count):
+    past that XLA crashes in the middle of a compilation. One test file leaves up to 9,000.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()
