@@ -1,21 +1,24 @@
-"""Hugging Face folders of verifiers: config.json to `VerifierConfig`, tensor names both ways.
+"""Tensors of Hugging Face checkpoints, both ways: which of them make which of our arrays.
 
-A family is an entry of `FAMILIES`: how its config reads, and its table of slots. A slot says which
-hub tensors make one of our arrays. The same table loads and saves.
+The table of slots follows from a `VerifierConfig`; the same table loads and saves.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
 
+from checkpoints.families import family_of
+from checkpoints.sources import Entry, Held, Source
 from checkpoints.tensors import Tensors, some
-from eagle3_jax.configs import ExpertsConfig, LatentConfig, RopeConfig, VerifierConfig
+from eagle3_jax.configs import VerifierConfig
 from eagle3_jax.contracts import LoadError
 
-Layout = Literal["as is", "transposed", "experts"]
+FLOATS = tuple(map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16)))
+
+PATIENCE = 1000
+"""So many names found missing are enough, whatever number a config asks for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,151 +31,62 @@ class Slot:
             along their output axis.
         sizes: length of each name's output axis.
         layers: the layers stacked in front, None for an array without a layer axis.
-        layout: hub kernels are [out, in], ours [in, out]; expert kernels stack experts as well.
         inputs: length of the input axis, None for vectors.
-        fused: hub name of all experts in one tensor [e, out, in], where that spelling exists.
-        experts: number of experts (`experts` layout).
+        kernel: ours is [in, out], the hub's [out, in] unless `in_out`.
+        experts: number of experts in front, 0 where there are none.
+        stacked: all experts of a layer are one hub tensor, [e, ...].
+        in_out: the hub's kernels are [in, out] too.
+        alternate: the hub's output axis has gate and up in turn, ours side by side.
+        fused: another spelling of the same slot, which counts where its tensors are there.
     """
 
     path: str
     names: tuple[str, ...]
     sizes: tuple[int, ...]
-    layers: range | None = None
-    layout: Layout = "as is"
+    layers: Sequence[int] | None = None
     inputs: int | None = None
-    fused: str | None = None
+    kernel: bool = False
     experts: int = 0
+    stacked: bool = False
+    in_out: bool = False
+    alternate: bool = False
+    fused: "Slot | None" = None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one layer of our array."""
+        out = (sum(self.sizes),)
+        if self.inputs is not None:
+            out = (self.inputs, *out) if self.kernel else (*out, self.inputs)
+        return (self.experts, *out) if self.experts else out
 
-def _rope(config: dict[str, Any], interleaved: bool) -> RopeConfig:
-    """Rope from the old keys (`rope_scaling`, `rope_theta`) or the new (`rope_parameters`)."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return RopeConfig(theta=theta, interleaved=interleaved)
-    if kind not in ("linear", "llama3", "yarn"):
-        raise LoadError(
-            f"rope type {kind!r} is not supported; known: default, linear, llama3, yarn"
-        )
-    return RopeConfig(
-        theta=theta,
-        kind=kind,
-        factor=float(scaling["factor"]),
-        original_length=int(
-            scaling.get("original_max_position_embeddings")
-            or config.get("max_position_embeddings", 0)
-        ),
-        low_frequency_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_frequency_factor=float(scaling.get("high_freq_factor", 4.0)),
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        mscale=float(scaling.get("mscale") or 0.0),
-        mscale_all_dim=float(scaling.get("mscale_all_dim") or 0.0),
-        attention_factor=scaling.get("attention_factor"),
-        truncate=bool(scaling.get("truncate", True)),
-        interleaved=interleaved,
-    )
+    def tensors(self, **at: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """The hub tensors of one layer (and expert), and their shapes."""
+        tail = () if self.inputs is None else (self.inputs,)
+        for name, size in zip(self.names, self.sizes, strict=True):
+            shape = (*tail, size) if self.in_out else (size, *tail)
+            yield name.format(**at), (self.experts, *shape) if self.stacked else shape
 
+    def places(self) -> Iterator[dict[str, int]]:
+        """What `{l}` and `{e}` stand for, one after another."""
+        for layer in (None,) if self.layers is None else self.layers:
+            at = {} if layer is None else {"l": layer}
+            if not self.experts or self.stacked:
+                yield at
+            else:
+                yield from (at | {"e": expert} for expert in range(self.experts))
 
-def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(int(i) for i in (value if isinstance(value, list) else [value]))
-
-
-def _common(config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "vocab_size": int(config["vocab_size"]),
-        "width": int(config["hidden_size"]),
-        "num_layers": int(config["num_hidden_layers"]),
-        "num_heads": int(config["num_attention_heads"]),
-        "mlp_width": int(config["intermediate_size"]),
-        "norm_eps": float(config["rms_norm_eps"]),
-        "attention_bias": bool(config.get("attention_bias", False)),
-        "tied_head": bool(config.get("tie_word_embeddings", False)),
-        "eos_tokens": _ids(config.get("eos_token_id")),
-        "max_length": int(config.get("max_position_embeddings", 4096)),
-    }
-
-
-def _llama(config: dict[str, Any]) -> VerifierConfig:
-    common = _common(config)
-    if config.get("mlp_bias"):
-        raise LoadError("mlp_bias is true; Llama feed-forwards with biases are not supported")
-    heads = common["num_heads"]
-    return VerifierConfig(
-        **common,
-        num_kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_width=int(config.get("head_dim") or common["width"] // heads),
-        rope=_rope(config, interleaved=False),
-        family="llama",
-    )
-
-
-def _deepseek(config: dict[str, Any]) -> VerifierConfig:
-    common = _common(config)
-    expected = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-    for key, value in expected.items():
-        if config.get(key, value) != value:
-            raise LoadError(f"{key} is {config[key]!r}; DeepSeek-V3 loading expects {value!r}")
-    q_rank = config.get("q_lora_rank")
-    latent = LatentConfig(
-        kv_rank=int(config["kv_lora_rank"]),
-        q_rank=None if q_rank is None else int(q_rank),
-        nope_width=int(config["qk_nope_head_dim"]),
-        rope_width=int(config["qk_rope_head_dim"]),
-        value_width=int(config["v_head_dim"]),
-    )
-    experts = ExpertsConfig(
-        count=int(config["n_routed_experts"]),
-        chosen=int(config["num_experts_per_tok"]),
-        width=int(config["moe_intermediate_size"]),
-        shared=int(config.get("n_shared_experts") or 0),
-        groups=int(config.get("n_group") or 1),
-        chosen_groups=int(config.get("topk_group") or 1),
-        normalise=bool(config.get("norm_topk_prob", True)),
-        scaling=float(config.get("routed_scaling_factor", 1.0)),
-    )
-    return VerifierConfig(
-        **common,
-        num_kv_heads=common["num_heads"],
-        head_width=latent.nope_width + latent.rope_width,
-        rope=_rope(config, interleaved=bool(config.get("rope_interleave", True))),
-        latent=latent,
-        experts=experts,
-        first_dense=int(config.get("first_k_dense_replace", 0)),
-        family="deepseek",
-    )
-
-
-FAMILIES: dict[str, Callable[[dict[str, Any]], VerifierConfig]] = {
-    "llama": _llama,
-    "deepseek_v3": _deepseek,
-    "kimi_k2": _deepseek,
-}
-"""Hub `model_type` to how its config reads."""
-
-
-def config_from_hub(config: dict[str, Any]) -> VerifierConfig:
-    """The configuration that a hub config.json describes.
-
-    Raises:
-        LoadError: an unknown `model_type`, a missing key, or a setting that is not supported.
-    """
-    kind = config.get("model_type")
-    if kind not in FAMILIES:
-        raise LoadError(
-            f"config.json has model_type {kind!r}; supported: {', '.join(sorted(FAMILIES))}"
-        )
-    try:
-        return FAMILIES[kind](config)
-    except KeyError as error:
-        raise LoadError(f"config.json of a {kind} model lacks the key {error}") from None
-    except (TypeError, ValueError) as error:
-        if isinstance(error, LoadError):
-            raise
-        raise LoadError(f"config.json of a {kind} model cannot be read: {error}") from None
+    def join(self, parts: list[np.ndarray]) -> np.ndarray:
+        """Ours from what `tensors` named: one layer, or one expert where they are not stacked."""
+        vector = self.inputs is None
+        joined = parts[0]
+        if len(parts) > 1:
+            joined = np.concatenate(parts, axis=-1 if vector or self.in_out else -2)
+        if self.kernel and not self.in_out:
+            joined = joined.swapaxes(-1, -2)
+        if self.alternate:
+            joined = np.concatenate([joined[..., 0::2], joined[..., 1::2]], axis=-1)
+        return joined
 
 
 def slots(config: VerifierConfig) -> Iterator[Slot]:
@@ -182,227 +96,239 @@ def slots(config: VerifierConfig) -> Iterator[Slot]:
     yield Slot("embedding", ("model.embed_tokens.weight",), (c.vocab_size,), inputs=d)
     yield Slot("norm.weight", ("model.norm.weight",), (d,))
     head = "model.embed_tokens.weight" if c.tied_head else "lm_head.weight"
-    yield Slot("head.kernel", (head,), (c.vocab_size,), layout="transposed", inputs=d)
-    dense = range(c.num_dense)
-    for part, layers in (("dense_layers", dense), ("moe_layers", range(c.num_dense, c.num_layers))):
+    yield Slot("head.kernel", (head,), (c.vocab_size,), inputs=d, kernel=True)
+    for part, layers in (("dense_layers", c.dense_layers), ("moe_layers", c.moe_layers)):
         if layers:
             yield from _layer_slots(c, part, layers)
 
 
-def _layer_slots(c: VerifierConfig, part: str, layers: range) -> Iterator[Slot]:
-    d = c.width
+def _layer_slots(c: VerifierConfig, part: str, layers: Sequence[int]) -> Iterator[Slot]:
+    d, bias = c.width, c.attention_bias
+    family = family_of(c)
+
+    def full(name: str) -> str:
+        return "model.layers.{l}." + family.names.get(name, name)
 
     def vector(path, name, size):
-        return Slot(f"{part}.{path}", (f"model.layers.{{l}}.{name}",), (size,), layers)
+        return Slot(f"{part}.{path}", (full(name),), (size,), layers)
 
-    def kernel(path, names, sizes, inputs, bias=False):
-        full = tuple(f"model.layers.{{l}}.{name}" for name in names)
-        weights = tuple(f"{name}.weight" for name in full)
-        yield Slot(f"{part}.{path}.kernel", weights, sizes, layers, "transposed", inputs)
+    def linear(path, names, sizes, inputs, bias=False):
+        names = [full(name) for name in names]
+        weights = tuple(f"{name}.weight" for name in names)
+        yield Slot(f"{part}.{path}.kernel", weights, sizes, layers, inputs, kernel=True)
         if bias:
-            yield Slot(f"{part}.{path}.bias", tuple(f"{name}.bias" for name in full), sizes, layers)
+            yield Slot(f"{part}.{path}.bias", tuple(f"{n}.bias" for n in names), sizes, layers)
 
     yield vector("attention_norm.weight", "input_layernorm.weight", d)
     yield vector("mlp_norm.weight", "post_attention_layernorm.weight", d)
-    bias = c.attention_bias
     if c.latent:
         a = c.latent
         q_width = c.num_heads * (a.nope_width + a.rope_width)
         if a.q_rank is None:
-            yield from kernel("attention.q_up", ["self_attn.q_proj"], (q_width,), d)
+            yield from linear("attention.q_up", ["self_attn.q_proj"], (q_width,), d)
         else:
-            yield from kernel("attention.q_down", ["self_attn.q_a_proj"], (a.q_rank,), d, bias)
+            yield from linear("attention.q_down", ["self_attn.q_a_proj"], (a.q_rank,), d, bias)
             yield vector("attention.q_norm.weight", "self_attn.q_a_layernorm.weight", a.q_rank)
-            yield from kernel("attention.q_up", ["self_attn.q_b_proj"], (q_width,), a.q_rank)
+            yield from linear("attention.q_up", ["self_attn.q_b_proj"], (q_width,), a.q_rank)
         kv = a.kv_rank + a.rope_width
-        yield from kernel("attention.kv_down", ["self_attn.kv_a_proj_with_mqa"], (kv,), d, bias)
+        yield from linear("attention.kv_down", ["self_attn.kv_a_proj_with_mqa"], (kv,), d, bias)
         yield vector("attention.kv_norm.weight", "self_attn.kv_a_layernorm.weight", a.kv_rank)
         up = c.num_heads * (a.nope_width + a.value_width)
-        yield from kernel("attention.kv_up", ["self_attn.kv_b_proj"], (up,), a.kv_rank)
+        yield from linear("attention.kv_up", ["self_attn.kv_b_proj"], (up,), a.kv_rank)
         inner = c.num_heads * a.value_width
     else:
         inner = c.num_heads * c.head_width
         names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
         sizes = (inner, *(2 * (c.num_kv_heads * c.head_width,)))
-        yield from kernel("attention.qkv", names, sizes, d, bias)
-    yield from kernel("attention.o", ["self_attn.o_proj"], (d,), inner, bias)
+        yield from linear("attention.qkv", names, sizes, d, bias)
+        if c.qk_norm:
+            yield vector("attention.q_norm.weight", "self_attn.q_norm.weight", c.head_width)
+            yield vector("attention.k_norm.weight", "self_attn.k_norm.weight", c.head_width)
+        if c.sinks:
+            yield vector("attention.sinks", "self_attn.sinks", c.num_heads)
+    yield from linear("attention.o", ["self_attn.o_proj"], (d,), inner, bias)
 
     prefix, wide = "mlp", c.mlp_width
     if part == "moe_layers":
         e = c.experts
         assert e is not None
-        yield Slot(
-            f"{part}.router.kernel",
-            ("model.layers.{l}.mlp.gate.weight",),
-            (e.count,),
-            layers,
-            "transposed",
-            d,
-        )
-        yield vector("router.bias", "mlp.gate.e_score_correction_bias", e.count)
-        one = "model.layers.{l}.mlp.experts."
-        yield Slot(
-            "experts.gate_up",
-            (one + "{e}.gate_proj.weight", one + "{e}.up_proj.weight"),
-            (e.width, e.width),
-            layers,
-            "experts",
-            d,
-            one + "gate_up_proj",
-            e.count,
-        )
-        yield Slot(
-            "experts.down",
-            (one + "{e}.down_proj.weight",),
-            (d,),
-            layers,
-            "experts",
-            e.width,
-            one + "down_proj",
-            e.count,
-        )
+        yield from linear("router", ["mlp.gate"], (e.count,), d, e.bias)
+        if e.correction:
+            yield vector("router.correction", "mlp.gate.e_score_correction_bias", e.count)
+        yield from _expert_slots(c, layers)
         prefix, wide = "mlp.shared_experts", e.width * e.shared
     if wide:
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        yield from kernel("mlp.gate_up", names, (wide, wide), d)
-        yield from kernel("mlp.down", [f"{prefix}.down_proj"], (d,), wide)
+        yield from linear("mlp.gate_up", names, (wide, wide), d)
+        yield from linear("mlp.down", [f"{prefix}.down_proj"], (d,), wide)
 
 
-def from_hub(config: VerifierConfig, tensors: Tensors) -> Tensors:
-    """Our arrays, by dotted path, from hub tensors.
+def _expert_slots(c: VerifierConfig, layers: Sequence[int]) -> Iterator[Slot]:
+    """The routed experts: a matrix an expert and kind, or all of a layer in one tensor."""
+    e, d = c.experts, c.width
+    assert e is not None
+    at = "model.layers.{l}.mlp.experts."
+    in_out = family_of(c).in_out
+    for name, hub, size, inputs, single in (
+        ("gate_up", "gate_up_proj", 2 * e.width, d, ("gate_proj", "up_proj")),
+        ("down", "down_proj", d, e.width, ("down_proj",)),
+    ):
+        fused = Slot(
+            f"experts.{name}",
+            (at + hub,),
+            (size,),
+            layers,
+            inputs,
+            kernel=True,
+            experts=e.count,
+            stacked=True,
+            in_out=in_out,
+            alternate=in_out and name == "gate_up",
+        )
+        if in_out:
+            yield fused
+        else:
+            names = tuple(f"{at}{{e}}.{one}.weight" for one in single)
+            sizes = (size // len(names),) * len(names)
+            yield dataclasses.replace(fused, names=names, sizes=sizes, stacked=False, fused=fused)
+        if e.bias:
+            yield dataclasses.replace(
+                fused,
+                path=f"experts.{name}_bias",
+                names=(f"{at}{hub}_bias",),
+                inputs=None,
+                kernel=False,
+                in_out=False,
+            )
+
+
+class Arrays(Mapping[str, np.ndarray]):
+    """Our arrays by dotted path, each put together when it is asked for."""
+
+    def __init__(self, chosen: Mapping[str, Slot], source: Source, hub_names: Mapping[str, str]):
+        self._slots, self._source, self._hub_names = chosen, source, hub_names
+
+    def __iter__(self):
+        return iter(self._slots)
+
+    def __len__(self):
+        return len(self._slots)
+
+    def __contains__(self, path):
+        return path in self._slots
+
+    def __getitem__(self, path: str) -> np.ndarray:
+        slot = self._slots[path]
+        front = () if slot.layers is None else (len(slot.layers),)
+        names = [[name for name, _ in slot.tensors(**at)] for at in slot.places()]
+        kinds = {self._entry(name).dtype for group in names for name in group}
+        out = np.empty((*front, *slot.shape), kinds.pop() if len(kinds) == 1 else np.float32)
+        each = slot.shape[1:] if slot.experts and not slot.stacked else slot.shape
+        flat = out.reshape(-1, *each)
+        for place, group in enumerate(names):
+            read = [self._source.read(self._hub_names[name]) for name in group]
+            if len({part.dtype for part in read}) > 1:
+                read = [part.astype(np.float32) for part in read]
+            flat[place] = slot.join(read)
+        return out
+
+    def _entry(self, name: str) -> Entry:
+        return self._source.entries[self._hub_names[name]]
+
+
+def from_hub(config: VerifierConfig, source: Source | Mapping[str, np.ndarray]) -> Arrays:
+    """Our arrays, by dotted path, from hub tensors; nothing is read before all names fit.
 
     Raises:
-        LoadError: tensors are missing, unexpected or misshapen; all are listed in one message.
+        LoadError: tensors are missing, unexpected, misshapen or of another dtype; all are listed
+            in one message. Later, when an array is asked for, damaged bytes.
     """
-    missing, misshapen, used = [], [], set()
+    held: Source = Held(source) if isinstance(source, Mapping) else source
+    prefix = family_of(config).prefix
+    hub_names = {
+        name.removeprefix(prefix): name for name in held.entries if name.startswith(prefix)
+    }
+    chosen, missing, misshapen, odd, used = {}, [], [], [], set()
 
-    def take(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        used.add(name)
-        value = tensors.get(name)
-        if value is None:
-            missing.append(name)
-        elif value.shape != shape:
-            misshapen.append(f"{name} {list(value.shape)} (expected {list(shape)})")
-        else:
-            return value
-        return np.zeros(shape, ml_dtypes.bfloat16)
+    def check(slot: Slot) -> None:
+        for at in slot.places():
+            for name, shape in slot.tensors(**at):
+                used.add(name)
+                if name not in hub_names:
+                    missing.append(prefix + name)
+                    if len(missing) > PATIENCE:
+                        return
+                    continue
+                entry = held.entries[hub_names[name]]
+                if entry.shape != shape:
+                    misshapen.append(f"{prefix}{name} {list(entry.shape)} (expected {list(shape)})")
+                elif entry.dtype not in FLOATS:
+                    odd.append(f"{prefix}{name} {entry.dtype}")
 
-    def kernel(slot: Slot, **at) -> np.ndarray:
-        tail = () if slot.inputs is None else (slot.inputs,)
-        parts = [
-            take(name.format(**at), (size, *tail))
-            for name, size in zip(slot.names, slot.sizes, strict=True)
-        ]
-        joined = np.concatenate(parts) if len(parts) > 1 else parts[0]
-        return joined if slot.layout == "as is" else joined.swapaxes(-1, -2)
-
-    def layer_of(slot: Slot, layer: int) -> np.ndarray:
-        if slot.layout != "experts":
-            return kernel(slot, l=layer)
-        fused = (slot.fused or "").format(l=layer)
-        if fused in tensors:
-            assert slot.inputs is not None
-            return take(fused, (slot.experts, sum(slot.sizes), slot.inputs)).swapaxes(-1, -2)
-        return np.stack([kernel(slot, l=layer, e=e) for e in range(slot.experts)])
-
-    out = {}
     for slot in slots(config):
-        if slot.layers is None:
-            out[slot.path] = kernel(slot)
-        else:
-            out[slot.path] = np.stack([layer_of(slot, layer) for layer in slot.layers])
-    unexpected = [name for name in tensors if name not in used and not _skipped(name, config)]
+        if slot.fused is not None and any(
+            name in hub_names for at in slot.fused.places() for name, _ in slot.fused.tensors(**at)
+        ):
+            slot = slot.fused
+        chosen[slot.path] = slot
+        check(slot)
+        if len(missing) > PATIENCE:
+            break
+    unexpected = []
+    if len(missing) <= PATIENCE:
+        unexpected = [name for name in _left(held.entries, used, config) if name]
     faults = [
         f"{len(names)} {what}: {some(names)}"
         for what, names in (
             ("missing", missing),
             ("misshapen", misshapen),
+            ("of another dtype than float32, float16 or bfloat16", odd),
             ("unexpected", unexpected),
         )
         if names
     ]
     if faults:
         raise LoadError(f"tensors do not fit the {config.family} config: " + "; ".join(faults))
-    return out
+    return Arrays(chosen, held, hub_names)
 
 
-def _skipped(name: str, config: VerifierConfig) -> bool:
-    """Tensors left out knowingly: rotary tables, a tied head's copy, multi-token prediction."""
-    if "rotary_emb.inv_freq" in name or (config.tied_head and name == "lm_head.weight"):
-        return True
-    parts = name.split(".")
-    beyond = len(parts) > 2 and parts[:2] == ["model", "layers"] and parts[2].isdigit()
-    return config.family == "deepseek" and beyond and int(parts[2]) >= config.num_layers
+def _left(names: Iterable[str], used: set[str], config: VerifierConfig) -> Iterator[str]:
+    """Tensors that no slot asked for and that are not left out knowingly.
 
-
-def to_hub(config: VerifierConfig, arrays: Tensors) -> Tensors:
-    """Hub tensors, one matrix an expert, from our arrays by dotted path."""
-    out: Tensors = {}
-
-    def put(slot: Slot, value: np.ndarray, **at) -> None:
-        value = value if slot.layout == "as is" else value.swapaxes(-1, -2)
-        ends = np.cumsum(slot.sizes)
-        for name, size, end in zip(slot.names, slot.sizes, ends, strict=True):
-            out[name.format(**at)] = value[end - size : end]
-
-    for slot in slots(config):
-        value = arrays[slot.path]
-        if slot.layers is None:
-            if not (slot.path == "head.kernel" and config.tied_head):
-                put(slot, value)
+    Left out are parts of other kinds (vision), rotary tables, a tied head's copy and the layers for
+    multi-token prediction.
+    """
+    family = family_of(config)
+    extra = range(config.num_layers, config.num_layers + config.extra_layers)
+    for name in names:
+        own = name.removeprefix(family.prefix)
+        if (name.startswith(family.prefix) and own in used) or name.startswith(family.skipped):
             continue
-        for index, layer in enumerate(slot.layers):
-            if slot.layout == "experts":
-                for expert in range(slot.experts):
-                    put(slot, value[index, expert], l=layer, e=expert)
-            else:
-                put(slot, value[index], l=layer)
-    return out
+        parts = own.split(".")
+        beyond = parts[2] if parts[:2] == ["model", "layers"] and len(parts) > 2 else ""
+        if beyond.isdigit() and len(beyond) < 9 and int(beyond) in extra:
+            continue
+        if own.endswith("rotary_emb.inv_freq") or (config.tied_head and own == "lm_head.weight"):
+            continue
+        yield name
 
 
-def config_to_hub(config: VerifierConfig) -> dict[str, Any]:
-    """A DeepSeek-V3 config.json that reads back to the same configuration.
+def to_hub(config: VerifierConfig, arrays: Mapping[str, np.ndarray]) -> Tensors:
+    """Hub tensors, one matrix an expert, from our arrays by dotted path.
 
     Raises:
-        LoadError: another family, or a rope this writer does not know.
+        LoadError: a family whose experts are one tensor a layer.
     """
-    c = config
-    if c.latent is None or c.experts is None or c.rope.kind != "default":
-        raise LoadError(f"writing a {c.family} config with {c.rope.kind} rope is not supported")
-    return {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.width,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_heads,
-        "intermediate_size": c.mlp_width,
-        "rms_norm_eps": c.norm_eps,
-        "attention_bias": c.attention_bias,
-        "tie_word_embeddings": c.tied_head,
-        "eos_token_id": list(c.eos_tokens),
-        "max_position_embeddings": c.max_length,
-        "rope_theta": c.rope.theta,
-        "rope_scaling": None,
-        "rope_interleave": c.rope.interleaved,
-        "kv_lora_rank": c.latent.kv_rank,
-        "q_lora_rank": c.latent.q_rank,
-        "qk_nope_head_dim": c.latent.nope_width,
-        "qk_rope_head_dim": c.latent.rope_width,
-        "v_head_dim": c.latent.value_width,
-        "n_routed_experts": c.experts.count,
-        "num_experts_per_tok": c.experts.chosen,
-        "moe_intermediate_size": c.experts.width,
-        "n_shared_experts": c.experts.shared,
-        "n_group": c.experts.groups,
-        "topk_group": c.experts.chosen_groups,
-        "norm_topk_prob": c.experts.normalise,
-        "routed_scaling_factor": c.experts.scaling,
-        "first_k_dense_replace": c.first_dense,
-        "moe_layer_freq": 1,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "hidden_act": "silu",
-        "num_nextn_predict_layers": 0,
-    }
+    out: Tensors = {}
+    for slot in slots(config):
+        if slot.stacked:
+            raise LoadError(f"writing {config.family} checkpoints is not supported")
+        if slot.path == "head.kernel" and config.tied_head:
+            continue
+        each = slot.shape[1:] if slot.experts else slot.shape
+        ends = np.cumsum(slot.sizes)
+        for value, at in zip(arrays[slot.path].reshape(-1, *each), slot.places(), strict=True):
+            value = value.swapaxes(-1, -2) if slot.kernel else value
+            for (name, _), size, end in zip(slot.tensors(**at), slot.sizes, ends, strict=True):
+                out[name] = value[end - size : end]
+    return out

@@ -4,6 +4,8 @@ A cache is read-only during a pass; the pass returns its new rows beside it, and
 the accepted ones in afterwards. That order is what lets XLA update a donated cache in place.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -95,6 +97,22 @@ def block_scope(
         hi=lengths[:, None],
         ancestors=ancestors,
         row=jnp.asarray(row, jnp.int32),
+    )
+
+
+def within(scope: Scope, window: Int[Array, ""]) -> Scope:
+    """The scope in which a query sees its `window` last tokens, itself among them.
+
+    A context slot holds the position that many past its document's start, and the block's own keys
+    are the queries' (u = w): a node's distance to its ancestor is their difference in depth.
+    """
+    own = scope.lo + scope.positions
+    position = scope.positions[:, 0]
+    apart = position[:, :, None] - position[:, None]
+    return dataclasses.replace(
+        scope,
+        lo=jnp.maximum(scope.lo, own - window + 1),
+        ancestors=scope.ancestors & (apart < window),
     )
 
 

@@ -2,9 +2,20 @@
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from eagle3_jax.contracts import RequestError, UnsupportedError
+
+
+def _positive(config: Any, *names: str) -> None:
+    """Refuse sizes that are not above zero.
+
+    Raises:
+        RequestError: says which.
+    """
+    for name in names:
+        if not getattr(config, name) > 0:
+            raise RequestError(f"{name} {getattr(config, name)} must be above 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,9 +24,11 @@ class RopeConfig:
 
     Attributes:
         theta: base of the frequencies.
-        kind: `default`, `linear`, `llama3` or `yarn`.
+        kind: `default`, `linear`, `dynamic`, `llama3` or `yarn`. Up to its original length,
+            `dynamic` is `default`; beyond it frequencies would depend on a text's length, and
+            rows already cached would be wrong: longer texts are refused.
         factor: context extension factor (all kinds but `default`).
-        original_length: context length before extension (`llama3`, `yarn`).
+        original_length: context length before extension (`dynamic`, `llama3`, `yarn`).
         low_frequency_factor: `llama3` only.
         high_frequency_factor: `llama3` only.
         beta_fast: `yarn` only; start of the ramp, in rotations over the original length.
@@ -28,7 +41,7 @@ class RopeConfig:
     """
 
     theta: float = 10000.0
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
     factor: float = 1.0
     original_length: int = 0
     low_frequency_factor: float = 1.0
@@ -60,30 +73,61 @@ class LatentConfig:
     rope_width: int
     value_width: int
 
+    def __post_init__(self):
+        _positive(self, "kv_rank", "nope_width", "rope_width", "value_width")
+        if self.q_rank is not None:
+            _positive(self, "q_rank")
+
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
-    """Mixture of experts of DeepSeek-V3 and Kimi-K2: sigmoid router, group limits, shared experts.
+    """Mixture of experts: the router, routed experts, shared experts.
 
     Attributes:
         count: routed experts, e.
         chosen: experts a token is sent to.
         width: feed-forward width of one expert.
         shared: shared experts, computed as one feed-forward of `shared * width`.
-        groups: contiguous groups the experts are divided into.
+        score: what a token's weights are made from. `sigmoid`: of each logit (DeepSeek-V3);
+            `softmax of chosen`: over the chosen ones only (gpt-oss).
+        groups: contiguous groups the experts are divided into (`sigmoid`).
         chosen_groups: groups kept for a token.
         normalise: whether the chosen weights are normalised to sum to one.
         scaling: factor on the weights.
+        correction: whether a bias moves the choice, and not the weights (DeepSeek-V3).
+        bias: biases on the router and on the experts' kernels (gpt-oss).
+        limit: where an expert's activation is clamped (gpt-oss); None is plain SwiGLU.
     """
 
     count: int
     chosen: int
     width: int
     shared: int = 0
+    score: Literal["sigmoid", "softmax of chosen"] = "sigmoid"
     groups: int = 1
     chosen_groups: int = 1
     normalise: bool = True
     scaling: float = 1.0
+    correction: bool = False
+    bias: bool = False
+    limit: float | None = None
+
+    def __post_init__(self):
+        _positive(self, "count", "chosen", "width", "groups", "chosen_groups", "scaling")
+        if self.chosen > self.count:
+            raise RequestError(f"{self.chosen} of {self.count} experts cannot be chosen")
+        if self.chosen_groups > self.groups:
+            raise RequestError(f"{self.chosen_groups} of {self.groups} groups cannot be kept")
+        if self.count % self.groups:
+            raise RequestError(f"{self.count} experts do not divide into {self.groups} groups")
+        size = self.count // self.groups
+        if self.chosen_groups < self.groups and (
+            size < 2 or self.chosen > self.chosen_groups * size
+        ):
+            raise RequestError(
+                f"{self.chosen} experts cannot be chosen from {self.chosen_groups} groups of "
+                f"{size}; a group needs two experts, and the kept ones as many as are chosen"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,17 +140,24 @@ class VerifierConfig:
         num_layers: decoder layers, L.
         num_heads: query heads.
         num_kv_heads: key/value heads (equal to `num_heads` for latent attention).
-        head_width: width of a query and key head (grouped-query attention).
+        head_width: width of a query and key head.
         mlp_width: feed-forward width of dense layers.
         rope: rotary embedding.
         norm_eps: epsilon of the residual norms.
         latent: latent attention where the model has it.
         experts: mixture of experts where the model has it.
-        first_dense: number of leading layers with a dense feed-forward in a model with experts.
-        attention_bias: biases on the attention projections (DeepSeek: q_a, kv_a and o only).
+        dense: layers with a dense feed-forward in a model with experts, ascending.
+        attention_bias: biases on the attention projections (latent attention: q_a, kv_a, o only).
+        qk_norm: queries and keys are normed over each head's width, before rope (Qwen3).
+        sinks: a learned logit a head joins every softmax and carries no value (gpt-oss).
+        window: tokens that a layer with a sliding window sees, the query's own among them.
+        windowed: layers with a sliding window, ascending.
+        wide_norms: norms multiply by their weight in float32 before the cast (gpt-oss).
         tied_head: logits use the embedding matrix.
         eos_tokens: ids that end a sequence.
+        image_tokens: ids that stand for an image; this library reads text only and refuses them.
         max_length: longest sequence the model was made for.
+        extra_layers: layers for multi-token prediction in the checkpoint, which are not loaded.
         family: the name of the loading table that made this configuration.
     """
 
@@ -121,17 +172,51 @@ class VerifierConfig:
     norm_eps: float = 1e-6
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
-    first_dense: int = 0
+    dense: tuple[int, ...] = ()
     attention_bias: bool = False
+    qk_norm: bool = False
+    sinks: bool = False
+    window: int = 0
+    windowed: tuple[int, ...] = ()
+    wide_norms: bool = False
     tied_head: bool = False
     eos_tokens: tuple[int, ...] = ()
+    image_tokens: tuple[int, ...] = ()
     max_length: int = 4096
+    extra_layers: int = 0
     family: str = "llama"
 
+    def __post_init__(self):
+        _positive(self, "vocab_size", "width", "num_layers", "num_heads", "num_kv_heads")
+        _positive(self, "head_width", "mlp_width", "norm_eps", "max_length")
+        if self.num_heads % self.num_kv_heads:
+            raise RequestError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        rotated = self.latent.rope_width if self.latent else self.head_width
+        if rotated % 2:
+            raise RequestError(f"rope turns pairs, and a width of {rotated} is odd")
+        if self.windowed and self.window < 1:
+            raise RequestError(f"a sliding window of {self.window} tokens sees nothing")
+        unknown = [i for i in self.eos_tokens if not 0 <= i < self.vocab_size]
+        if unknown:
+            raise RequestError(
+                f"end tokens {unknown} are outside the vocabulary of {self.vocab_size}"
+            )
+        outside = [i for i in (*self.dense, *self.windowed) if not 0 <= i < self.num_layers]
+        if outside:
+            raise RequestError(f"layers {outside} are outside the {self.num_layers} there are")
+
     @property
-    def num_dense(self) -> int:
-        """Layers with a dense feed-forward; they come first."""
-        return self.num_layers if self.experts is None else min(self.first_dense, self.num_layers)
+    def dense_layers(self) -> tuple[int, ...]:
+        """Layers with a dense feed-forward, ascending; all of them in a model without experts."""
+        return tuple(range(self.num_layers)) if self.experts is None else self.dense
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers with experts, ascending."""
+        dense = set(self.dense_layers)
+        return tuple(layer for layer in range(self.num_layers) if layer not in dense)
 
     @property
     def cache_heads(self) -> int:
@@ -162,6 +247,14 @@ class DrafterConfig:
         draft_vocab_size: the drafter's own, dv <= v.
         rope: rotary embedding, the drafter's own.
         norm_eps: epsilon of its norms.
+        fc_norm: a norm for each feature before fusion (EAGLE-3.1).
+        norm_before_fc: one norm over all features together before fusion (drafters of gpt-oss).
+        norm_before_residual: the residual stream starts at the normed hidden state.
+        norm_output: the hidden state fed back is the one after the final norm (EAGLE-3.1).
+        qk_norm: queries and keys are normed head by head before rope (Qwen3).
+
+    All flags are off in EAGLE-3 itself. Source: vllm-project/speculators `models/eagle3`, whose
+    names these are (`qk_norm` is its `qwen3` architecture); EAGLE-3.1: arXiv 2605.09992.
     """
 
     width: int
@@ -175,8 +268,18 @@ class DrafterConfig:
     draft_vocab_size: int
     rope: RopeConfig = RopeConfig()
     norm_eps: float = 1e-6
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    qk_norm: bool = False
 
     def __post_init__(self):
+        if self.fc_norm and self.norm_before_fc:
+            raise RequestError(
+                "fc_norm and norm_before_fc exclude each other: features are normed one by one or "
+                "all together; leave one out"
+            )
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise RequestError(
                 f"draft_vocab_size {self.draft_vocab_size} must be between 1 and the verifier's "

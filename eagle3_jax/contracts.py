@@ -236,7 +236,9 @@ class VerifierFeatures(nnx.Pytree):
 
 @nnx.dataclass
 class DraftHidden(nnx.Pytree):
-    """The drafter's own hidden state, before its final norm: what it is fed after the first step.
+    """The drafter's own hidden state: fused features first, then what its layer feeds back.
+
+    That is the layer's output before the drafter's final norm, or after it with `norm_output`.
 
     Attributes:
         array: one vector of the drafter's width a position or node.

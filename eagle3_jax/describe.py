@@ -1,5 +1,6 @@
 """What `eagle3 info` tells: of the library and its platform, a verifier, a drafter."""
 
+import dataclasses
 import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import eagle3_jax
 from checkpoints.drafters import read_drafter
 from eagle3_jax.caches import Cache
+from eagle3_jax.configs import VerifierConfig
 from eagle3_jax.contracts import ContractError, default_boundaries
 from eagle3_jax.load import bundled
 from eagle3_jax.states import arrays_of
@@ -60,12 +62,46 @@ def describe_verifier(verifier: Verifier) -> dict[str, Any]:
         "parameters": count_by_part(arrays),
         "layers": c.num_layers,
         "width": c.width,
+        "attention": attention(c),
+        "experts": experts(c),
         "vocabulary": c.vocab_size,
+        "end_tokens": list(c.eos_tokens),
         "longest_text": c.max_length,
         "default_boundaries": boundaries,
         "cache_bytes_per_token": cache_bytes(lambda: verifier.make_cache(1, 1)),
         "tokenizer": None if verifier.tokenizer is None else verifier.tokenizer.fingerprint,
+        "no_tokenizer": verifier.no_tokenizer if verifier.tokenizer is None else None,
     }
+
+
+def attention(config: VerifierConfig) -> str:
+    """A verifier's attention and rope in one line."""
+    c = config
+    if c.latent:
+        parts = [f"latent, {c.num_heads} heads, rank {c.latent.kv_rank}"]
+    else:
+        parts = [f"{c.num_heads} heads over {c.num_kv_heads} of width {c.head_width}"]
+    kind = "" if c.rope.kind == "default" else f" {c.rope.kind} x{c.rope.factor:g}"
+    parts.append(f"rope theta {c.rope.theta:g}{kind}")
+    parts += ["normed heads"] if c.qk_norm else []
+    parts += ["sinks"] if c.sinks else []
+    parts += ["biases"] if c.attention_bias else []
+    if c.windowed:
+        parts.append(f"window of {c.window} in {len(c.windowed)} layers")
+    return "; ".join(parts)
+
+
+def experts(config: VerifierConfig) -> str | None:
+    """A verifier's mixture of experts in one line; None where it has none."""
+    e = config.experts
+    if e is None:
+        return None
+    shared = f" and {e.shared} shared" if e.shared else ""
+    groups = f", {e.chosen_groups} of {e.groups} groups" if e.groups > 1 else ""
+    return (
+        f"{e.chosen} of {e.count}{shared} of width {e.width} in {len(config.moe_layers)} layers; "
+        f"{e.score}{groups}"
+    )
 
 
 def describe_drafter(folder: Path, verifier: Verifier | None = None) -> dict[str, Any]:
@@ -82,6 +118,7 @@ def describe_drafter(folder: Path, verifier: Verifier | None = None) -> dict[str
         "parameters": count_by_part(arrays),
         "dtype": str(dtype),
         "width": c.width,
+        "flags": [f.name for f in dataclasses.fields(c) if getattr(c, f.name) is True],
         "boundaries": list(manifest.spec.boundaries),
         "trained_for": manifest.spec.verifier,
         "draft_vocabulary": c.draft_vocab_size,

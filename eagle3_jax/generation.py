@@ -20,7 +20,7 @@ from eagle3_jax.loop.prefill import CHUNK, prefill_chunk
 from eagle3_jax.verifier.decoder import Verifier, check_tokens
 from kernels_pallas.forest_attention.xla import BLOCK
 
-Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """A text, a token list, or a list of messages."""
 
 
@@ -92,12 +92,13 @@ def encode_prompt(verifier: Verifier, prompt: Prompt, raw: bool = False) -> list
 
     Args:
         verifier: whose tokenizer and chat template are used.
-        prompt: a text goes through the chat template as a user's message where the model has one.
+        prompt: a text goes through the chat template as a user's message where the model has one;
+            else it gets the special tokens that the tokenizer puts around plain text.
         raw: plain text whatever the model has.
 
     Raises:
-        RequestError: it is empty, has a token outside the vocabulary, or is text for a verifier
-            without tokenizer.
+        RequestError: it is empty, has a token outside the vocabulary, is text for a verifier
+            without tokenizer, or holds anything but text.
     """
     tokenizer = verifier.tokenizer
     messages: Any = None
@@ -108,17 +109,57 @@ def encode_prompt(verifier: Verifier, prompt: Prompt, raw: bool = False) -> list
             messages = [{"role": "user", "content": prompt}]
     elif len(prompt) and isinstance(prompt[0], dict):
         messages = list(prompt)
+        _check_messages(messages, verifier)
     else:
-        tokens = np.asarray(prompt)
-        check_tokens(tokens, verifier.config.vocab_size)
-        return tokens.tolist()
+        return _checked_tokens(prompt, verifier)
     if tokenizer is None:
         raise RequestError(
-            f"the verifier {verifier.name} has no tokenizer.json; pass prompts as token lists"
+            f"the verifier {verifier.name} cannot read text: {verifier.no_tokenizer}; pass prompts "
+            "as token lists"
         )
-    ids = tokenizer.chat(messages) if messages else tokenizer.encode(str(prompt))
-    check_tokens(np.asarray(ids), verifier.config.vocab_size)
-    return ids
+    ids = tokenizer.chat(messages) if messages else tokenizer.encode(str(prompt), special=True)
+    return _checked_tokens(ids, verifier)
+
+
+def _check_messages(messages: list[Any], verifier: Verifier) -> None:
+    """Refuse what is no message, and parts of a message that are not text.
+
+    Raises:
+        RequestError: says what was found.
+    """
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        parts = content if isinstance(content, list) else []
+        if not isinstance(message, dict) or not all(isinstance(part, dict) for part in parts):
+            raise RequestError(
+                "messages are dictionaries of a role and a content, and the parts of a content "
+                f"dictionaries of a type and a text; found {ascii(message)[:80]}"
+            )
+        kinds = [str(part.get("type", "text" if "text" in part else "?")) for part in parts]
+        for kind in kinds:
+            if kind != "text":
+                what = next((w for w in ("image", "video", "audio") if w in kind), f"{kind} part")
+                raise RequestError(
+                    f"{verifier.name} takes text only; the prompt holds "
+                    f"{'an' if what[0] in 'aeiou' else 'a'} {what}"
+                )
+
+
+def _checked_tokens(prompt: Any, verifier: Verifier) -> list[int]:
+    """A token list that the verifier can read.
+
+    Raises:
+        RequestError: it is empty, leaves the vocabulary, or holds an image's place.
+    """
+    tokens = np.asarray(prompt)
+    check_tokens(tokens, verifier.config.vocab_size)
+    images = np.isin(tokens, verifier.config.image_tokens)
+    if images.any():
+        raise RequestError(
+            f"{verifier.name} takes text only; the prompt holds an image (token "
+            f"{tokens[images][0]} at position {int(images.argmax())})"
+        )
+    return tokens.tolist()
 
 
 def needed_capacity(length: int, max_new_tokens: int, stages: DecodeStages) -> int:

@@ -35,20 +35,24 @@ class Linear(nnx.Module):
 class RmsNorm(nnx.Module):
     """Root-mean-square norm with float32 statistics.
 
-    The normed value is cast back before the weight multiplies it, as Llama and DeepSeek do.
+    The normed value is cast back before the weight multiplies it, as Llama and DeepSeek do; a
+    `wide` norm multiplies in float32 first, as gpt-oss does.
     """
 
-    def __init__(self, width: int, eps: float):
+    def __init__(self, width: int, eps: float, wide: bool = False):
         self.weight = nnx.Param(jnp.ones((width,), jnp.float32))
         self.eps = eps
+        self.wide = wide
 
     def __call__(
         self, x: Float[Array, "... {self.weight.shape[0]}"]
     ) -> Float[Array, "... {self.weight.shape[0]}"]:
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + jnp.float32(self.eps))
-        weight = self.weight[...].astype(x.dtype)
-        return y.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+        weight = self.weight[...].reshape((1,) * (x.ndim - 1) + self.weight.shape)
+        if self.wide:
+            return (y * weight.astype(jnp.float32)).astype(x.dtype)
+        return y.astype(x.dtype) * weight.astype(x.dtype)
 
 
 class Mlp(nnx.Module):

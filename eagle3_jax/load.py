@@ -1,24 +1,32 @@
-"""Loading: a source (folder or bundled name) to a verifier, a drafter that fits it."""
+"""Loading: a source (folder, name, file or hub id) to a verifier, a drafter that fits it."""
 
 import difflib
 import functools
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from checkpoints import drafters, hub
-from checkpoints.tensors import read_json, read_tensors
-from eagle3_jax.configs import Speculation
+from checkpoints.downloads import DRAFTER_FILES, VERIFIER_FILES, fetch, is_hub_id
+from checkpoints.families import config_from_hub
+from checkpoints.folders import Folder
+from checkpoints.sources import Source
+from checkpoints.tensors import read_json
+from eagle3_jax.configs import Speculation, VerifierConfig
 from eagle3_jax.contracts import ContractError, Convention, LoadError, UnsupportedError
 from eagle3_jax.drafter import Drafter
 from eagle3_jax.drafter.vocabulary import check_vocabulary
 from eagle3_jax.states import fill
-from eagle3_jax.tokenizer import Tokenizer
+from eagle3_jax.tokenizer import Tokenizer, read_tokenizer
 from eagle3_jax.verifier import Verifier
 
 BUNDLED = Path(__file__).parent / "bundled"
+
+SMOLLM2 = "smollm2"
+"""A bundled name whose weights come in a package of their own."""
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -28,28 +36,36 @@ def bundled() -> list[str]:
     return sorted(p.name for p in BUNDLED.iterdir() if p.is_dir()) if BUNDLED.is_dir() else []
 
 
-def _find(source: str | Path, part: str, holds: str) -> tuple[Path, str]:
-    """The folder that a source means, and its name.
+def _find(source: str | Path, part: str, holds: str, files: tuple[str, ...]) -> tuple[Path, str]:
+    """The folder that a source means, and its name; what is here goes before the hub.
 
     Args:
-        source: a folder or a bundled name.
+        source: a folder, a bundled name or a hub id.
         part: sub-folder of a bundled model (`verifier`, `drafter`).
         holds: the file that such a folder must hold.
+        files: what is fetched from the hub.
     """
-    folder = Path(source)
-    if folder.is_dir():
+    folder, name = Path(source), str(source)
+    if os.path.isdir(folder):
         for inner in (folder, folder / part):
-            if (inner / holds).is_file():
-                return inner, folder.name
-        raise LoadError(f"folder {source} holds no {holds}; expected a {part} folder")
-    if folder.is_file():
+            if os.path.lexists(inner / holds):
+                return inner, folder.absolute().name
+        ggufs = sorted(path.name for path in folder.glob("*.gguf"))
+        instead = f"pass the file {ggufs[0]} itself" if ggufs else f"expected a {part} folder"
+        raise LoadError(f"folder {folder} holds no {holds}; {instead}")
+    if os.path.lexists(folder):
         raise LoadError(f"{source} is a file; expected a folder that holds {holds}")
     names = bundled()
-    if str(source) in names:
-        return BUNDLED / str(source) / part, str(source)
-    near = difflib.get_close_matches(str(source), names, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"bundled: {', '.join(names) or 'none'}"
-    raise LoadError(f"{part} {str(source)!r} is neither a folder nor a bundled name; {hint}")
+    if name in names:
+        return BUNDLED / name / part, name
+    if is_hub_id(name):
+        fetched, name = fetch(name, files)
+        if not os.path.lexists(fetched / holds):
+            raise LoadError(f"the hub's {source} holds no {holds}; expected a {part} folder")
+        return fetched, name
+    near = difflib.get_close_matches(name, [*names, SMOLLM2], n=1)
+    hint = f"did you mean {near[0]}?" if near else f"bundled: {', '.join([*names, SMOLLM2])}"
+    raise LoadError(f"{part} {name!r} is neither a folder nor a bundled name; {hint}")
 
 
 def check_dtype(dtype: str | None) -> Any:
@@ -65,54 +81,77 @@ def check_dtype(dtype: str | None) -> Any:
     return DTYPES[dtype]
 
 
+class _Model(NamedTuple):
+    """What a verifier's source holds; weights are not yet read."""
+
+    config: VerifierConfig
+    weights: Source
+    name: str
+    tokenizer: Tokenizer | None
+    no_tokenizer: str | None
+
+
+def _open(source: str | Path) -> _Model:
+    path = Path(source)
+    smollm2 = str(source) == SMOLLM2 and not os.path.lexists(path)
+    if smollm2 or (path.suffix == ".gguf" and not os.path.isdir(path)):
+        from checkpoints.gguf import find_smollm2, read_gguf
+
+        model = read_gguf(find_smollm2() if smollm2 else path)
+        name = SMOLLM2 if smollm2 else path.stem
+        return _Model(model.config, model.source, name, model.tokenizer, model.why_no_tokenizer)
+    folder, name = _find(source, "verifier", "config.json", VERIFIER_FILES)
+    generation = folder / "generation_config.json"
+    config = config_from_hub(
+        read_json(folder / "config.json"),
+        read_json(generation) if os.path.lexists(generation) else None,
+    )
+    return _Model(config, Folder(folder), name, *read_tokenizer(folder))
+
+
 def load_verifier(source: str | Path, dtype: str | None = None, mesh: Any = None) -> Verifier:
-    """A verifier from a folder of config.json and model.safetensors, or a bundled name.
+    """A verifier from a Hugging Face folder, a GGUF file, the hub, or a bundled name.
+
+    Nothing is written into a folder, and weights are read one after another.
 
     Args:
-        source: the folder or name; a `tokenizer.json` beside the weights is read too.
+        source: a folder of config.json and safetensors, with its tokenizer where it has one; a
+            `.gguf` file; a bundled name (`tiny-kimi`, `smollm2`); or a hub id, `org/name` or
+            `org/name@revision`. What lies here under that name goes first.
         dtype: `float32` or `bfloat16`, of weights and activations. None is float32 on CPU, where it
             is the faster one for a single row, and bfloat16 elsewhere.
         mesh: not supported yet.
 
     Raises:
-        LoadError: the source is unknown, incomplete, damaged, or of an unsupported family.
-        UnsupportedError: a mesh was given.
+        LoadError: the source is unknown, out of reach, incomplete, damaged, or of an unsupported
+            family.
+        UnsupportedError: a mesh was given, or the config asks for what this version cannot do.
     """
     if mesh is not None:
         raise UnsupportedError("mesh: sharded loading needs partition rules, which are not there")
     kind = check_dtype(dtype)
     if kind is None:
         kind = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    folder, name = _find(source, "verifier", "config.json")
-    config = hub.config_from_hub(read_json(folder / "config.json"))
-    arrays = hub.from_hub(config, read_tensors(folder / "model.safetensors"))
-    make = functools.partial(Verifier, config, jax.random.key(0), name, _tokenizer(folder))
+    model = _open(source)
+    arrays = hub.from_hub(model.config, model.weights)
+    make = functools.partial(
+        Verifier,
+        model.config,
+        jax.random.key(0),
+        model.name,
+        model.tokenizer,
+        model.no_tokenizer,
+    )
     return fill(make, arrays, kind)
 
 
-def _tokenizer(folder: Path) -> Tokenizer | None:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return None
-    template, special = None, {}
-    settings = folder / "tokenizer_config.json"
-    if settings.is_file():
-        raw = read_json(settings)
-        template = raw.get("chat_template")
-        for key in ("bos_token", "eos_token"):
-            token = raw.get(key)
-            if token is not None:
-                special[key] = token["content"] if isinstance(token, dict) else str(token)
-    return Tokenizer.from_file(path, template if isinstance(template, str) else None, special)
-
-
 def find_drafter(source: str | Path) -> Path:
-    """The drafter folder that a source means: itself, a run's `drafter`, or a bundled one.
+    """The drafter folder that a source means: itself, a run's, a bundled one or one on the hub.
 
     Raises:
         LoadError: there is none.
     """
-    return _find(source, "drafter", "manifest.json")[0]
+    return _find(source, "drafter", "manifest.json", DRAFTER_FILES)[0]
 
 
 def load_drafter(
@@ -121,7 +160,7 @@ def load_drafter(
     """A drafter that fits the verifier.
 
     Args:
-        source: a drafter folder, a run's folder, or a bundled name.
+        source: a drafter folder, a run's folder, a bundled name, or a hub id of such a folder.
         verifier: what it drafts for; its dtype is taken over.
         convention: only for folders of other projects, whose layer ids need one; ours name
             boundaries, and refuse it.

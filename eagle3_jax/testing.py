@@ -50,12 +50,19 @@ DEEPSEEK = VerifierConfig(
     ),
     latent=LatentConfig(kv_rank=12, q_rank=20, nope_width=8, rope_width=8, value_width=10),
     experts=ExpertsConfig(
-        count=8, chosen=3, width=12, shared=1, groups=4, chosen_groups=2, scaling=1.5
+        count=8,
+        chosen=3,
+        width=12,
+        shared=1,
+        groups=4,
+        chosen_groups=2,
+        scaling=1.5,
+        correction=True,
     ),
-    first_dense=1,
+    dense=(0,),
     max_length=4096,
     eos_tokens=(1,),
-    family="deepseek",
+    family="deepseek_v3",
 )
 
 

@@ -9,7 +9,7 @@ from eagle3_jax.configs import DrafterConfig
 
 
 def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    return x / np.sqrt(np.mean(x * x) + eps) * weight
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
 def _rope(x: np.ndarray, position: int, theta: float) -> np.ndarray:
@@ -39,6 +39,15 @@ class NaiveDrafter:
         self.w = {name: np.asarray(value, np.float64) for name, value in arrays.items()}
         self.c, self.embedding = config, np.asarray(embedding, np.float64)
 
+    def _fuse(self, features: np.ndarray) -> np.ndarray:
+        c, w, x = self.c, self.w, np.asarray(features, np.float64)
+        if c.fc_norm:
+            parts = x.reshape(c.num_features, c.verifier_width)
+            x = _norm(parts, w["fc_norm.weight"], c.norm_eps).reshape(-1)
+        if c.norm_before_fc:
+            x = _norm(x, w["input_norm.weight"], c.norm_eps)
+        return x @ w["fusion.kernel"]
+
     def _qkv(self, hidden: np.ndarray, token: int, position: int):
         c, w = self.c, self.w
         u = np.concatenate(
@@ -51,9 +60,12 @@ class NaiveDrafter:
         q, k, v = np.split(
             x, [c.num_heads * c.head_width, (c.num_heads + c.num_kv_heads) * c.head_width]
         )
+        q, k = q.reshape(c.num_heads, c.head_width), k.reshape(c.num_kv_heads, c.head_width)
+        if c.qk_norm:
+            q = _norm(q, w["q_norm.weight"], c.norm_eps)
+            k = _norm(k, w["k_norm.weight"], c.norm_eps)
         theta = c.rope.theta
-        q = _rope(q.reshape(c.num_heads, c.head_width), position, theta)
-        k = _rope(k.reshape(c.num_kv_heads, c.head_width), position, theta)
+        q, k = _rope(q, position, theta), _rope(k, position, theta)
         return q, k, v.reshape(c.num_kv_heads, c.head_width)
 
     def _attend(self, hidden, q, keys, values) -> np.ndarray:
@@ -65,13 +77,18 @@ class NaiveDrafter:
             weights = np.exp(scores - scores.max())
             weights /= weights.sum()
             out.append(sum(a * v[h // group] for a, v in zip(weights, values, strict=True)))
+        if c.norm_before_residual:
+            hidden = _norm(hidden, w["hidden_norm.weight"], c.norm_eps)
         g = hidden + np.concatenate(out) @ w["o.kernel"]
         y = _norm(g, w["mlp_norm.weight"], c.norm_eps) @ w["mlp.gate_up.kernel"]
         gate, up = np.split(y, 2)
-        return g + (gate / (1 + np.exp(-gate)) * up) @ w["mlp.down.kernel"]
+        g = g + (gate / (1 + np.exp(-gate)) * up) @ w["mlp.down.kernel"]
+        return _norm(g, w["norm.weight"], c.norm_eps) if c.norm_output else g
 
     def _read_out(self, hidden: np.ndarray) -> np.ndarray:
-        return _norm(hidden, self.w["norm.weight"], self.c.norm_eps) @ self.w["head.kernel"]
+        if not self.c.norm_output:
+            hidden = _norm(hidden, self.w["norm.weight"], self.c.norm_eps)
+        return hidden @ self.w["head.kernel"]
 
     def chain(self, features: np.ndarray, tokens, root: int, steps: int, greedy: bool = False):
         """Logits [steps, dv] of the chain below the row at position `root`, and its tokens.
@@ -86,7 +103,7 @@ class NaiveDrafter:
         keys, values = [], []
         hidden = q = np.zeros(0)
         for position in range(root + 1):
-            hidden = np.asarray(features[position], np.float64) @ self.w["fusion.kernel"]
+            hidden = self._fuse(features[position])
             q, k, v = self._qkv(hidden, int(tokens[position + 1]), position)
             keys.append(k)
             values.append(v)

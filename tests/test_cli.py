@@ -18,7 +18,7 @@ import tokenizers
 from flax import nnx
 from rich.console import Console
 
-from checkpoints import hub
+from checkpoints import families, hub
 from checkpoints.drafters import Manifest, write_drafter
 from checkpoints.tensors import read_json, read_tensors, write_json, write_tensors
 from eagle3_jax import load, testing, verbs
@@ -64,7 +64,7 @@ def put_verifier(folder: Path) -> Verifier:
     folder.mkdir(parents=True)
     arrays = random_arrays(functools.partial(Verifier, CONFIG, jax.random.key(0)))
     write_tensors(folder / "model.safetensors", hub.to_hub(CONFIG, arrays))
-    write_json(folder / "config.json", hub.config_to_hub(CONFIG))
+    write_json(folder / "config.json", families.config_to_hub(CONFIG))
     (folder / "tokenizer.json").write_text(testing.tiny_tokenizer()._backend.to_str())
     return load.load_verifier(folder.parent)
 
@@ -254,8 +254,10 @@ def test_info(run):
     assert found["versions"]["jax"] == jax.__version__ and found["bundled"] == ["tiny-kimi"]
     assert found["backends"]["forest_attention"] == "xla"
     verifier, drafter = found["verifier"], found["drafter"]
-    assert verifier["family"] == "deepseek"
+    assert verifier["family"] == "deepseek_v3"
     assert verifier["cache_bytes_per_token"] == 4 * 4 * (12 + 8)
+    assert verifier["attention"].startswith("latent, 4 heads, rank 12; rope theta 10000")
+    assert verifier["experts"].endswith(" layers; sigmoid, 2 of 4 groups")
     assert sum(verifier["parameters"].values()) == 2 * verifier["parameters"]["total"]
     assert drafter["boundaries"] == [1, 2, 3] and drafter["draft_vocabulary"] == 64
     assert drafter["recommended"]["dtype"] == "float32" and drafter["training"] == {"updates": 7}

@@ -4,14 +4,19 @@ import dataclasses
 import json
 import runpy
 import shutil
+import tempfile
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from huggingface_hub import constants
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.core import Tracer
 
+from checkpoints import gguf
 from checkpoints.drafters import Manifest, write_drafter
 from checkpoints.tensors import read_tensors, write_tensors
 from eagle3_jax import load, testing
@@ -96,7 +101,7 @@ def test_bfloat16_leaves_norms_and_router_in_float32(folder):
     for name, kind in kinds.items():
         keep = "norm" in name or "router" in name
         assert kind == (jnp.float32 if keep else jnp.bfloat16), name
-    assert {"moe_layers.router.bias", "norm.weight", "head.kernel"} <= set(kinds)
+    assert {"moe_layers.router.correction", "norm.weight", "head.kernel"} <= set(kinds)
 
 
 def test_no_weights_are_drawn_while_loading(folder, monkeypatch):
@@ -157,6 +162,138 @@ def test_damaged_folders_are_refused(copy):
     (copy / "config.json").write_text("{")
     with pytest.raises(LoadError, match="no JSON file"):
         load_verifier(copy)
+
+
+def shard(folder: Path) -> None:
+    """Split the weights of a folder over two shards and an index."""
+    tensors = read_tensors(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    named = {name: files[i % 2] for i, name in enumerate(sorted(tensors))}
+    for file in files:
+        write_tensors(folder / file, {k: tensors[k] for k, where in named.items() if where == file})
+    index = {"metadata": {}, "weight_map": named}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_shards_load_as_one_file_does(copy, verifier):
+    before = {path.name for path in copy.iterdir()}
+    shard(copy)
+    after = {path.name for path in copy.iterdir()}
+    wanted, found = arrays_of(verifier), arrays_of(load_verifier(copy, dtype="float32"))
+    assert wanted.keys() == found.keys()
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    assert {path.name for path in copy.iterdir()} == after and after - before
+    (copy / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(LoadError, match="missing shards: model-00002-of-00002.safetensors"):
+        load_verifier(copy)
+
+
+def test_other_end_tokens_and_no_tokenizer(copy):
+    assert load_verifier(copy).config.eos_tokens == (1,)
+    (copy / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
+    (copy / "tokenizer.json").rename(copy / "tiktoken.model")
+    bare = load_verifier(copy)
+    assert bare.config.eos_tokens == (2, 3)
+    assert bare.tokenizer is None and "tiktoken file (tiktoken.model)" in bare.no_tokenizer
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+)
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000])
+def test_a_damaged_file_of_a_folder_is_named(copy, name, content):
+    (copy / name).write_bytes(content)
+    with pytest.raises(LoadError, match=name) as refusal:
+        load_verifier(copy)
+    assert "\n" not in str(refusal.value)
+
+
+def in_cache(folder: Path, cache: Path, name: str) -> Path:
+    """A folder copied to where the hub's library keeps what it has fetched."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("f" * 40)
+    return Path(shutil.copytree(folder, repository / "snapshots" / ("f" * 40)))
+
+
+def test_hub_ids(folder, verifier, drafter_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    in_cache(folder, tmp_path / "cache", "org/big")
+    fetched = in_cache(drafter_folder() / "drafter", tmp_path / "cache", "org/drafter")
+    found = load_verifier("org/big@main")
+    assert found.name == "org/big" and found.tokenizer == verifier.tokenizer
+    assert load.find_drafter("org/drafter") == fetched
+    assert load_drafter("org/drafter", verifier).spec == verifier.spec(BOUNDARIES)
+    with pytest.raises(LoadError, match="org/drafter holds no config.json; expected a verifier"):
+        load_verifier("org/drafter")
+    with pytest.raises(LoadError, match="org/other is no folder here"):
+        load_verifier("org/other")
+    # What lies here under that name goes first.
+    (tmp_path / "org" / "big").mkdir(parents=True)
+    with pytest.raises(LoadError, match="folder org/big holds no config.json"):
+        load_verifier("org/big")
+
+
+def test_gguf_files(tmp_path, monkeypatch):
+    path = Path(__file__).parent / "golden" / "gguf" / "tiny.gguf"
+    found = load_verifier(path)
+    assert found.name == "tiny" and found.config.family == "llama"
+    monkeypatch.setattr(gguf, "find_smollm2", lambda: path)
+    assert load_verifier("smollm2").name == "smollm2"
+    shutil.copy(path, tmp_path / "x.gguf")
+    with pytest.raises(LoadError, match="holds no config.json; pass the file x.gguf itself"):
+        load_verifier(tmp_path)
+    with pytest.raises(LoadError, match="y.gguf"):
+        load_verifier(tmp_path / "y.gguf")
+    with pytest.raises(LoadError, match="did you mean smollm2"):
+        load_verifier("smolm2")
+
+
+KEYS = sorted(json.loads(json.dumps(MODELS["CONFIGS"][NAME])))
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3),
+    st.sampled_from([10**9, 10**18, 10**400, float("nan"), float("inf"), -1e30, 1e-300]),
+    st.text(max_size=3),
+    st.lists(st.integers(-1, 1), max_size=2),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+
+
+@given(key=st.sampled_from(KEYS), value=JUNK)
+def test_a_config_is_refused_in_one_line_or_loads(key, value):
+    """Whatever one key says: no other error, no crash, no endless work."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = MODELS["write_folder"](NAME, name)
+        (folder / "config.json").write_text(json.dumps({**MODELS["CONFIGS"][NAME], key: value}))
+        try:
+            load_verifier(folder, dtype="float32")
+        except (LoadError, UnsupportedError) as error:
+            assert "\n" not in str(error)
+
+
+@given(data=st.data())
+def test_a_flipped_byte_is_refused_in_one_line_or_changes_one_number(data, verifier):
+    """Of the weights' file: headers are checked, and numbers that stay finite are numbers."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = MODELS["write_folder"](NAME, name)
+        path = folder / "model.safetensors"
+        whole = bytearray(path.read_bytes())
+        where = data.draw(st.integers(0, 5000) | st.integers(0, len(whole) - 1))
+        whole[where] ^= data.draw(st.integers(1, 255))
+        path.write_bytes(whole)
+        try:
+            found = arrays_of(load_verifier(folder, dtype="float32"))
+        except (LoadError, UnsupportedError) as error:
+            assert "\n" not in str(error)
+            return
+    wanted = arrays_of(verifier)
+    assert sum(int((found[k] != x).sum()) for k, x in wanted.items()) <= 1
 
 
 def test_unknown_dtypes_and_meshes_are_refused(folder):

@@ -3,7 +3,8 @@
 `fuse` is the only road from the verifier's features to the drafter's hidden state, and `layer`, the
 one layer that every kind of pass runs, takes nothing but that hidden state.
 
-Source: EAGLE-3, arXiv 2503.01840, as SafeAILab/EAGLE `eagle/model/cnets.py` implements it.
+Source: EAGLE-3, arXiv 2503.01840, as SafeAILab/EAGLE `eagle/model/cnets.py` implements it; the
+variants that the configuration's flags name, as vllm-project/speculators `models/eagle3` does.
 """
 
 import jax
@@ -15,7 +16,7 @@ from jaxtyping import Bool, Float, Int, Key
 from eagle3_jax.caches import Cache, Scope
 from eagle3_jax.configs import DrafterConfig
 from eagle3_jax.contracts import ContractError, DraftHidden, FeatureSpec, VerifierFeatures
-from eagle3_jax.layers import Linear, Mlp, RmsNorm
+from eagle3_jax.layers import Linear, Mlp, RmsNorm, stacked
 from eagle3_jax.verifier.rope import rotate
 from kernels_pallas import forest_attention
 
@@ -63,11 +64,20 @@ class Drafter(nnx.Module):
         self.config = c
         self.spec = spec
         self.recommended = recommended
+        # Before fusion: one weight a feature, [n d], or one over all of them, [f].
+        self.fc_norm = (
+            stacked(lambda _: RmsNorm(c.verifier_width, c.norm_eps), key, c.num_features)
+            if c.fc_norm
+            else None
+        )
+        self.input_norm = RmsNorm(spec.fused_width, c.norm_eps) if c.norm_before_fc else None
         self.fusion = Linear(keys[0], spec.fused_width, c.width)
         self.embedding_norm = RmsNorm(c.verifier_width, c.norm_eps)
         self.hidden_norm = RmsNorm(c.width, c.norm_eps)
         heads = c.num_heads + 2 * c.num_kv_heads
         self.qkv = Linear(keys[1], c.verifier_width + c.width, heads * c.head_width)
+        self.q_norm = RmsNorm(c.head_width, c.norm_eps) if c.qk_norm else None
+        self.k_norm = RmsNorm(c.head_width, c.norm_eps) if c.qk_norm else None
         self.o = Linear(keys[2], c.num_heads * c.head_width, c.width)
         self.mlp_norm = RmsNorm(c.width, c.norm_eps)
         self.mlp = Mlp(keys[3], c.width, c.mlp_width)
@@ -96,11 +106,20 @@ class Drafter(nnx.Module):
     def fuse(self, features: VerifierFeatures) -> DraftHidden:
         """The drafter's first hidden state: the verifier's features, projected to its width.
 
+        With `fc_norm` each feature is normed before that, with `norm_before_fc` all together.
+
         Raises:
             ContractError: features of other boundaries or of another verifier's width.
         """
         self.spec.require(features.spec, of="the features passed", identity=False)
-        return DraftHidden(array=self.fusion(features.array))
+        x = features.array
+        if self.fc_norm is not None:
+            parts = x.reshape(*x.shape[:-1], self.config.num_features, self.config.verifier_width)
+            each = jax.vmap(lambda norm, part: norm(part), in_axes=(0, -2), out_axes=-2)
+            x = each(self.fc_norm, parts).reshape(x.shape)
+        if self.input_norm is not None:
+            x = self.input_norm(x)
+        return DraftHidden(array=self.fusion(x))
 
     def layer(
         self,
@@ -125,19 +144,20 @@ class Drafter(nnx.Module):
             differentiable: the form with gradients.
 
         Returns:
-            The hidden state before the final norm, and the block with this pass's keys and values
-            (for a context pass: just those).
+            The hidden state to feed back (before the final norm; with `norm_output` after it), and
+            the block with this pass's keys and values (for a context pass: just those).
         """
         c = self.config
         b, r, w = scope.positions.shape
         h, k, hd = c.num_heads, c.num_kv_heads, c.head_width
         g = hidden.array.astype(self.dtype)
-        u = jnp.concatenate(
-            [self.embedding_norm(embeddings.astype(self.dtype)), self.hidden_norm(g)], axis=-1
-        )
+        normed = self.hidden_norm(g)
+        u = jnp.concatenate([self.embedding_norm(embeddings.astype(self.dtype)), normed], axis=-1)
         q, key, value = jnp.split(self.qkv(u), [h * hd, (h + k) * hd], axis=-1)
-        q = rotate(q.reshape(b, r, w, h, hd), scope.positions, c.rope)
-        key = rotate(key.reshape(b, r, w, k, hd), scope.positions, c.rope)
+        q, key = q.reshape(b, r, w, h, hd), key.reshape(b, r, w, k, hd)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, key = self.q_norm(q), self.k_norm(key)
+        q, key = rotate(q, scope.positions, c.rope), rotate(key, scope.positions, c.rope)
         value = value.reshape(b, r, w, k, hd)
         if block is None:
             block = Block(keys=key, values=value)
@@ -163,12 +183,14 @@ class Drafter(nnx.Module):
             row=scope.row,
             differentiable=differentiable,
         )
-        g = g + self.o(out.reshape(b, r * w, h * hd))
-        return DraftHidden(array=g + self.mlp(self.mlp_norm(g))), block
+        g = (normed if c.norm_before_residual else g) + self.o(out.reshape(b, r * w, h * hd))
+        g = g + self.mlp(self.mlp_norm(g))
+        return DraftHidden(array=self.norm(g) if c.norm_output else g), block
 
     def read_out(self, hidden: DraftHidden) -> Float[Array, "b t dv"]:
         """Float32 logits over the draft vocabulary."""
-        return self.head(self.norm(hidden.array)).astype(jnp.float32)
+        g = hidden.array if self.config.norm_output else self.norm(hidden.array)
+        return self.head(g).astype(jnp.float32)
 
     def to_verifier(self, draft_ids: Int[Array, "*lead"]) -> Int[Array, "*lead"]:
         """Verifier ids of draft ids."""

@@ -33,7 +33,7 @@ UPDATES_A_CALL = 10
 
 @dataclasses.dataclass(frozen=True)
 class DrafterShape:
-    """Sizes of a new drafter; what is None follows the verifier.
+    """Sizes of a new drafter, of which what is None follows the verifier, and its flags.
 
     Attributes:
         width: m; the verifier's.
@@ -42,6 +42,11 @@ class DrafterShape:
         head_width: width / heads.
         mlp_width: feed-forward width; three times the width.
         draft_vocab_size: dv, chosen from the data by frequency; the whole vocabulary up to 32,000.
+        fc_norm: a norm for each feature before fusion; with norm_output, EAGLE-3.1.
+        norm_before_fc: one norm over all features together before fusion.
+        norm_before_residual: the residual stream starts at the normed hidden state.
+        norm_output: what is fed back is the hidden state after the final norm.
+        qk_norm: queries and keys are normed head by head.
     """
 
     width: int | None = None
@@ -50,6 +55,11 @@ class DrafterShape:
     head_width: int | None = None
     mlp_width: int | None = None
     draft_vocab_size: int | None = None
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    qk_norm: bool = False
 
     def config(self, verifier: Verifier, num_features: int) -> DrafterConfig:
         """The drafter's configuration for a verifier."""
@@ -66,6 +76,11 @@ class DrafterShape:
             mlp_width=self.mlp_width or 3 * width,
             vocab_size=v.vocab_size,
             draft_vocab_size=self.draft_vocab_size or min(v.vocab_size, 32000),
+            fc_norm=self.fc_norm,
+            norm_before_fc=self.norm_before_fc,
+            norm_before_residual=self.norm_before_residual,
+            norm_output=self.norm_output,
+            qk_norm=self.qk_norm,
         )
 
 

@@ -28,6 +28,7 @@ def attend_and_keep(
     layer: Int[Array, ""],
     *,
     scale: float,
+    sinks: Float[Array, " h"] | None = None,
     value_width: int | None = None,
     differentiable: bool = False,
 ) -> tuple[Float[Array, "b r w h hv_out"], LayerRows]:
@@ -59,6 +60,7 @@ def attend_and_keep(
         value,
         scope.ancestors,
         scale=scale,
+        sinks=sinks,
         value_width=value_width,
         row=scope.row,
         differentiable=differentiable,
@@ -67,7 +69,7 @@ def attend_and_keep(
 
 
 class GroupedQueryAttention(nnx.Module):
-    """Attention of Llama and its kin."""
+    """Attention of Llama, Qwen3 (normed heads) and gpt-oss (sinks)."""
 
     def __init__(self, key: Key[Array, ""], config: VerifierConfig):
         c = config
@@ -77,6 +79,10 @@ class GroupedQueryAttention(nnx.Module):
         inner = (c.num_heads + 2 * c.num_kv_heads) * c.head_width
         self.qkv = Linear(keys[0], c.width, inner, c.attention_bias)
         self.o = Linear(keys[1], c.num_heads * c.head_width, c.width, c.attention_bias)
+        norm = c.head_width, c.norm_eps, c.wide_norms
+        self.q_norm = RmsNorm(*norm) if c.qk_norm else None
+        self.k_norm = RmsNorm(*norm) if c.qk_norm else None
+        self.sinks = nnx.Param(jnp.zeros((c.num_heads,), jnp.float32)) if c.sinks else None
 
     def __call__(
         self,
@@ -89,16 +95,18 @@ class GroupedQueryAttention(nnx.Module):
         h, k, width = self.shape
         lead = x.shape[:3]
         q, key, value = jnp.split(self.qkv(x), [h * width, (h + k) * width], axis=-1)
-        q = rotate(q.reshape(*lead, h, width), scope.positions, self.rope)
-        key = rotate(key.reshape(*lead, k, width), scope.positions, self.rope)
+        q, key = q.reshape(*lead, h, width), key.reshape(*lead, k, width)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, key = self.q_norm(q), self.k_norm(key)
         out, rows = attend_and_keep(
-            q,
-            key,
+            rotate(q, scope.positions, self.rope),
+            rotate(key, scope.positions, self.rope),
             value.reshape(*lead, k, width),
             scope,
             cache,
             layer,
             scale=width**-0.5,
+            sinks=None if self.sinks is None else self.sinks[...],
             differentiable=differentiable,
         )
         return self.o(out.reshape(*lead, h * width)), rows

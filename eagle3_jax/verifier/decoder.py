@@ -1,7 +1,9 @@
 """The verifier: embedding, decoder layers, final norm, head; features at any boundaries."""
 
 import functools
+import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +13,12 @@ from jax import Array
 from jax.core import Tracer
 from jaxtyping import Float, Int, Key
 
-from eagle3_jax.caches import Cache, Rows, Scope, text_scope
+from eagle3_jax.caches import Cache, Rows, Scope, text_scope, within
 from eagle3_jax.configs import VerifierConfig
 from eagle3_jax.contracts import (
     FeatureSpec,
     RequestError,
+    UnsupportedError,
     VerifierFeatures,
     check_boundaries,
     default_boundaries,
@@ -48,9 +51,9 @@ class Layer(nnx.Module):
     def __init__(self, key: Key[Array, ""], config: VerifierConfig, has_experts: bool):
         c = config
         keys = jax.random.split(key, 3)
-        self.attention_norm = RmsNorm(c.width, c.norm_eps)
+        self.attention_norm = RmsNorm(c.width, c.norm_eps, c.wide_norms)
         self.attention = (LatentAttention if c.latent else GroupedQueryAttention)(keys[0], c)
-        self.mlp_norm = RmsNorm(c.width, c.norm_eps)
+        self.mlp_norm = RmsNorm(c.width, c.norm_eps, c.wide_norms)
         experts = c.experts if has_experts else None
         inner = experts.width * experts.shared if experts else c.mlp_width
         self.router = Router(keys[1], c.width, experts) if experts else None
@@ -63,13 +66,17 @@ class Layer(nnx.Module):
         cache: Cache | None,
         layer: Int[Array, ""],
         experts: Callable | None,
+        window: Int[Array, ""] | None = None,
         differentiable: bool = False,
     ) -> tuple[Float[Array, "b r w d"], LayerRows]:
         """The residual stream after this layer, and its new cache rows.
 
         Args:
             experts: a function of (tokens [n d], chosen, weights) where the layer has experts.
+            window: tokens it sees; None is all.
         """
+        if window is not None:
+            scope = within(scope, window)
         with jax.named_scope("attention"):
             out, rows = self.attention(self.attention_norm(x), scope, cache, layer, differentiable)
         x = x + out
@@ -85,6 +92,37 @@ class Layer(nnx.Module):
         return x + sum(parts[1:], parts[0]), rows
 
 
+class Run(NamedTuple):
+    """Consecutive layers of one kind, which one scan walks.
+
+    Attributes:
+        has_experts: the kind.
+        first: number of the first layer.
+        count: how many.
+        start: place of the first in the stack of its kind.
+        whole: whether that stack holds no others.
+    """
+
+    has_experts: bool
+    first: int
+    count: int
+    start: int
+    whole: bool
+
+
+def runs_of(config: VerifierConfig) -> list[Run]:
+    """The layers in order, as few runs as there can be."""
+    dense = set(config.dense_layers)
+    sizes = {False: len(dense), True: config.num_layers - len(dense)}
+    out, first, start = [], 0, {False: 0, True: 0}
+    for is_dense, layers in itertools.groupby(range(config.num_layers), dense.__contains__):
+        count, kind = len(list(layers)), not is_dense
+        out.append(Run(kind, first, count, start[kind], count == sizes[kind]))
+        first += count
+        start[kind] += count
+    return out
+
+
 class Verifier(nnx.Module):
     """A frozen decoder-only model whose distribution speculation reproduces exactly.
 
@@ -92,6 +130,7 @@ class Verifier(nnx.Module):
         config: its configuration; static.
         name: its identity, written into drafters trained on it.
         tokenizer: None where unknown.
+        no_tokenizer: why there is none, where there is none.
     """
 
     def __init__(
@@ -100,25 +139,25 @@ class Verifier(nnx.Module):
         key: Key[Array, ""],
         name: str | None = None,
         tokenizer: Tokenizer | None = None,
+        no_tokenizer: str | None = None,
     ):
         c = config
         keys = jax.random.split(key, 5)
         self.config = c
         self.name = name
         self.tokenizer = tokenizer
+        self.no_tokenizer = no_tokenizer or "it has no tokenizer.json"
         self.embedding = nnx.Param(jax.random.normal(keys[0], (c.vocab_size, c.width), jnp.float32))
-        moe = c.num_layers - c.num_dense
-        make = functools.partial(Layer, config=c)
-        self.dense_layers = (
-            stacked(functools.partial(make, has_experts=False), keys[1], c.num_dense)
-            if c.num_dense
-            else None
-        )
-        self.moe_layers = (
-            stacked(functools.partial(make, has_experts=True), keys[2], moe) if moe else None
-        )
+
+        def layers(key, count, has_experts):
+            make = functools.partial(Layer, config=c, has_experts=has_experts)
+            return stacked(make, key, count) if count else None
+
+        moe = len(c.moe_layers)
+        self.dense_layers = layers(keys[1], len(c.dense_layers), False)
+        self.moe_layers = layers(keys[2], moe, True)
         self.experts = Experts(keys[3], moe, c.width, c.experts) if moe and c.experts else None
-        self.norm = RmsNorm(c.width, c.norm_eps)
+        self.norm = RmsNorm(c.width, c.norm_eps, c.wide_norms)
         self.head = Linear(keys[4], c.width, c.vocab_size)
 
     @property
@@ -192,39 +231,58 @@ class Verifier(nnx.Module):
         c = self.config
         x = self.embed(tokens)
         kept = tuple(x for _ in boundaries)
+        windows = None
+        if c.windowed:
+            windows = np.full((c.num_layers,), np.iinfo(np.int32).max // 2, np.int32)
+            windows[list(c.windowed)] = c.window
         parts = []
-        first = 0
-        for stack, has_experts in ((self.dense_layers, False), (self.moe_layers, True)):
-            if stack is None:
-                continue
-            count = c.num_layers - first if has_experts else c.num_dense
-            # With gradients each layer's experts are scan inputs; otherwise closed over.
-            sliced = self.experts if has_experts and differentiable else None
+        for run in runs_of(c):
+            stack = self.moe_layers if run.has_experts else self.dense_layers
+            experts = self.experts if run.has_experts else None
+            # A run that is not its whole stack takes its layers by index, as a slice would copy
+            # them. With gradients each layer's experts are scan inputs; otherwise closed over.
+            sliced = experts if differentiable and run.whole else None
+            own = slice(run.first, run.first + run.count)
 
-            def body(carry, inputs, first=first, has_experts=has_experts):
+            def body(carry, inputs, run=run, stack=stack, experts=experts):
                 x, kept = carry
-                layer, index, sliced = inputs
+                layer, sliced, index, window = inputs
+                if layer is None:
+                    take = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+                    layer = jax.tree.map(lambda w: take(w, index + run.start), stack)
 
                 def route(x, chosen, weights):
                     if sliced is None:
-                        assert self.experts is not None
-                        return self.experts(x, chosen, weights, index)
-                    own = jax.tree.map(lambda w: w[None], sliced)
-                    return own(x, chosen, weights, jnp.zeros((), jnp.int32), differentiable=True)
+                        assert experts is not None
+                        at = index + run.start
+                        return experts(x, chosen, weights, at, differentiable)
+                    alone = jax.tree.map(lambda w: w[None], sliced)
+                    return alone(x, chosen, weights, jnp.zeros((), jnp.int32), differentiable)
 
+                number = index + run.first
                 x, rows = layer(
-                    x, scope, cache, index + first, route if has_experts else None, differentiable
+                    x,
+                    scope,
+                    cache,
+                    number,
+                    route if run.has_experts else None,
+                    window,
+                    differentiable,
                 )
                 kept = tuple(
-                    jnp.where(index + first + 1 == b, x, old)
+                    jnp.where(number + 1 == b, x, old)
                     for b, old in zip(boundaries, kept, strict=True)
                 )
                 return (x, kept), None if cache is None else rows
 
-            index = jnp.arange(count, dtype=jnp.int32)
-            (x, kept), rows = jax.lax.scan(body, (x, kept), (stack, index, sliced))
+            inputs = (
+                stack if run.whole else None,
+                sliced,
+                jnp.arange(run.count, dtype=jnp.int32),
+                None if windows is None else jnp.asarray(windows[own]),
+            )
+            (x, kept), rows = jax.lax.scan(body, (x, kept), inputs)
             parts.append(rows)
-            first += count
         features = None
         if boundaries:
             b, r, w, d = x.shape
@@ -248,8 +306,15 @@ class Verifier(nnx.Module):
         Raises:
             ContractError: boundaries the verifier does not have.
             RequestError: an empty text or a token outside the vocabulary.
+            UnsupportedError: a text that needs dynamic rope.
         """
         spec = self.spec(boundaries)
+        rope, length = self.config.rope, tokens.shape[1]
+        if rope.kind == "dynamic" and length > rope.original_length:
+            raise UnsupportedError(
+                f"a text of {length} tokens needs dynamic rope, whose frequencies depend on the "
+                f"text's length; this verifier reads up to {rope.original_length} tokens"
+            )
         if not isinstance(tokens, Tracer):
             check_tokens(tokens, self.config.vocab_size)
         return _score(self, tokens, spec)

@@ -12,6 +12,7 @@ weights [l e ...] are closed over and sliced at (layer, expert), never copied a 
 bfloat16 weights computed in float32 stay bfloat16 in memory, and only what is in use is widened.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -31,20 +32,27 @@ TILE = 32
 
 
 class Router(nnx.Module):
-    """Sigmoid router with group limits; float32 throughout.
+    """Which experts a token is sent to, and with what weights; float32 throughout.
 
-    The correction bias moves the choice only; weights are the unbiased scores of the chosen.
-    Groups that were not kept are masked with -inf. The choice has no gradient, so the bias is
-    given one of its own: an expert's share of the load above the even share. A trainer that
-    descends along it balances the experts without an auxiliary loss; a frozen verifier never sees
-    it.
+    `sigmoid` (DeepSeek-V3): the correction moves the choice only, weights are the unbiased scores
+    of the chosen, and groups that were not kept are masked with -inf. `softmax of
+    chosen` (gpt-oss): the choice is by logit, the softmax over the chosen.
 
-    Source: DeepSeek-V3, arXiv 2412.19437; deepseek-ai/DeepSeek-V3 `inference/model.py`.
+    The choice has no gradient, so the correction is given one of its own: an expert's share of the
+    load above the even share. A trainer that descends along it balances the experts without an
+    auxiliary loss; a frozen verifier never sees it.
+
+    Source: DeepSeek-V3, arXiv 2412.19437; deepseek-ai/DeepSeek-V3 `inference/model.py`;
+    transformers `modeling_gpt_oss.py`.
     """
 
     def __init__(self, key: Key[Array, ""], width: int, config: ExpertsConfig):
+        def zeros():
+            return nnx.Param(jnp.zeros((config.count,), jnp.float32))
+
         self.kernel = nnx.Param(random_kernel(key, width, config.count, fan_in=width))
-        self.bias = nnx.Param(jnp.zeros((config.count,), jnp.float32))
+        self.bias = zeros() if config.bias else None
+        self.correction = zeros() if config.correction else None
         self.config = config
 
     def __call__(
@@ -53,31 +61,41 @@ class Router(nnx.Module):
         """Experts chosen for each token, their weights, and all scores."""
         c = self.config
         f32 = jnp.float32
-        scores = jax.nn.sigmoid(matmul(x.astype(f32), self.kernel[...].astype(f32)))
-        biased = scores + self.bias[...].astype(f32)[None]
+        logits = matmul(x.astype(f32), self.kernel[...].astype(f32))
+        if self.bias is not None:
+            logits = logits + self.bias[...].astype(f32)[None]
+        if c.score == "softmax of chosen":
+            best, chosen = jax.lax.top_k(logits, c.chosen)
+            return chosen, jax.nn.softmax(best, axis=-1) * f32(c.scaling), logits
+        scores = jax.nn.sigmoid(logits)
+        ranked = scores
+        if self.correction is not None:
+            ranked = scores + self.correction[...].astype(f32)[None]
         if c.chosen_groups < c.groups:
-            grouped = biased.reshape(-1, c.groups, c.count // c.groups)
+            grouped = ranked.reshape(-1, c.groups, c.count // c.groups)
             best = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
             kept = jax.lax.top_k(best, c.chosen_groups)[1]
             allowed = jnp.any(kept[..., None] == jnp.arange(c.groups)[None, None], axis=-2)
-            biased = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(biased.shape)
-        chosen = jax.lax.top_k(biased, c.chosen)[1]
+            ranked = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(ranked.shape)
+        chosen = jax.lax.top_k(ranked, c.chosen)[1]
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if c.normalise:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + f32(1e-20))
-        weights = _balance(weights, self.bias[...].astype(f32), chosen)
+        if self.correction is not None:
+            weights = _balance(weights, self.correction[...].astype(f32), chosen)
         return chosen, weights * f32(c.scaling), scores
 
 
 @jax.custom_vjp
-def _balance(weights, bias, chosen):
-    """`weights` unchanged; the gradient of `bias` is each expert's load above the even share."""
+def _balance(weights, correction, chosen):
+    """`weights` unchanged; the gradient of `correction` is the load above the even share."""
     return weights
 
 
-def _balance_forward(weights, bias, chosen):
-    onehot = chosen[..., None] == jnp.arange(bias.shape[0])[None, None]
-    return weights, jnp.mean(onehot, axis=(0, 1), dtype=jnp.float32) - 1.0 / bias.shape[0]
+def _balance_forward(weights, correction, chosen):
+    count = correction.shape[0]
+    onehot = chosen[..., None] == jnp.arange(count)[None, None]
+    return weights, jnp.mean(onehot, axis=(0, 1), dtype=jnp.float32) - 1.0 / count
 
 
 def _balance_backward(excess, d_weights):
@@ -87,17 +105,58 @@ def _balance_backward(excess, d_weights):
 _balance.defvjp(_balance_forward, _balance_backward)
 
 
+@nnx.dataclass
+class Kernels(nnx.Pytree):
+    """The routed experts' weights, stacked by layer and expert.
+
+    Attributes:
+        gate_up: gate and up side by side.
+        down: back to the verifier's width.
+        gate_up_bias: None in most families.
+        down_bias: likewise.
+        limit: where the activation is clamped (`ExpertsConfig.limit`).
+    """
+
+    gate_up: Float[Array, "l e d z"] = nnx.data()
+    down: Float[Array, "l e i d"] = nnx.data()
+    gate_up_bias: Float[Array, "l e z"] | None = nnx.data(default=None)
+    down_bias: Float[Array, "l e d"] | None = nnx.data(default=None)
+    limit: float | None = nnx.static(default=None)
+
+    @property
+    def count(self) -> int:
+        """Experts of a layer, e."""
+        return self.gate_up.shape[1]
+
+
 class Experts(nnx.Module):
-    """The routed experts of all layers: SwiGLU kernels stacked by layer and expert."""
+    """The routed experts of all layers."""
 
     def __init__(self, key: Key[Array, ""], layers: int, width: int, config: ExpertsConfig):
         keys = jax.random.split(key)
         shape = (layers, config.count)
-        self.gate_up = nnx.Param(
-            random_kernel(keys[0], *shape, width, 2 * config.width, fan_in=width)
-        )
+        inner = 2 * config.width
+        self.limit = config.limit
+        self.gate_up = nnx.Param(random_kernel(keys[0], *shape, width, inner, fan_in=width))
         self.down = nnx.Param(
             random_kernel(keys[1], *shape, config.width, width, fan_in=config.width)
+        )
+
+        def zeros(size):
+            return nnx.Param(jnp.zeros((*shape, size), jnp.float32)) if config.bias else None
+
+        self.gate_up_bias, self.down_bias = zeros(inner), zeros(width)
+
+    @property
+    def kernels(self) -> Kernels:
+        """The weights alone."""
+        bias, down_bias = self.gate_up_bias, self.down_bias
+        return Kernels(
+            gate_up=self.gate_up[...],
+            down=self.down[...],
+            gate_up_bias=None if bias is None else bias[...],
+            down_bias=None if down_bias is None else down_bias[...],
+            limit=self.limit,
         )
 
     def __call__(
@@ -115,38 +174,75 @@ class Experts(nnx.Module):
             form = experts_by_tile
         else:
             form = experts_in_use
-        return form(x, chosen, weights, self.gate_up[...], self.down[...], layer)
+        return form(x, chosen, weights, self.kernels, layer)
 
 
-def _expert(stack: Float[Array, "l e a z"], layer, expert, dtype) -> Float[Array, "a z"]:
-    """One expert's kernel, widened where the stack is stored narrower than it is computed in."""
-    one = jax.lax.dynamic_slice(stack, (layer, expert, 0, 0), (1, 1, *stack.shape[2:]))
-    return one[0, 0].astype(dtype)
+def activate(gate_up: Float[Array, "... z"], limit: float | None) -> Float[Array, "... i"]:
+    """SwiGLU, or gpt-oss's clamped form of it.
+
+    Source: transformers `modeling_gpt_oss.py`: the gate is clamped from above, up from both sides,
+    and the result is `(up + 1) * gate * sigmoid(1.702 * gate)`.
+    """
+    if limit is None:
+        return gate(gate_up)
+    gated, up = jnp.split(gate_up, 2, axis=-1)
+    gated, up = jnp.minimum(gated, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gated * jax.nn.sigmoid(1.702 * gated)
+
+
+def _expert(kernels: Kernels, layer, expert, dtype) -> tuple:
+    """One expert's (gate_up, down, gate_up_bias, down_bias).
+
+    Widened where the stack is stored narrower than it is computed in.
+    """
+
+    def one(stack):
+        if stack is None:
+            return None
+        at = (layer, expert, *(0,) * (stack.ndim - 2))
+        return jax.lax.dynamic_slice(stack, at, (1, 1, *stack.shape[2:]))[0, 0].astype(dtype)
+
+    k = kernels
+    return one(k.gate_up), one(k.down), one(k.gate_up_bias), one(k.down_bias)
+
+
+def _feed_forward(x: Float[Array, "n d"], own: tuple, limit: float | None) -> Float[Array, "n d"]:
+    """One expert's output."""
+    gate_up, down, gate_up_bias, down_bias = own
+    inner = matmul(x, gate_up)
+    if gate_up_bias is not None:
+        inner = inner + gate_up_bias[None]
+    y = matmul(activate(inner, limit), down)
+    return y if down_bias is None else y + down_bias[None]
 
 
 def experts_in_use(
     x: Float[Array, "n d"],
     chosen: Int[Array, "n x"],
     weights: Float[Array, "n x"],
-    gate_up: Float[Array, "l e d z"],
-    down: Float[Array, "l e i d"],
+    kernels: Kernels,
     layer: Int[Array, ""],
 ) -> Float[Array, "n d"]:
     """Few tokens: walk the experts that any token chose, once each. Forward only."""
-    count = gate_up.shape[1]
-    onehot = chosen[..., None] == jnp.arange(count)[None, None]
+    onehot = chosen[..., None] == jnp.arange(kernels.count)[None, None]
     per_expert = jnp.sum(jnp.where(onehot, weights[..., None], 0.0), axis=1).T
     used = jnp.any(onehot, axis=(0, 1))
     order = jnp.argsort(jnp.logical_not(used), stable=True)
 
     def add(j, total):
         expert = order[j]
-        inner = gate(matmul(x, _expert(gate_up, layer, expert, x.dtype)))
-        y = matmul(inner, _expert(down, layer, expert, x.dtype))
+        y = _feed_forward(x, _expert(kernels, layer, expert, x.dtype), kernels.limit)
         return total + y.astype(jnp.float32) * per_expert[expert][:, None]
 
     total = jax.lax.fori_loop(0, jnp.sum(used), add, jnp.zeros(x.shape, jnp.float32))
     return total.astype(x.dtype)
+
+
+def _sorted(chosen: Int[Array, "n x"], count: int):
+    """The order of (token, choice) pairs by expert [n * x], and how many each expert has [e]."""
+    flat = chosen.reshape(-1)
+    sizes = jnp.sum(flat[:, None] == jnp.arange(count)[None], axis=0, dtype=jnp.int32)
+    return jnp.argsort(flat, stable=True), sizes
 
 
 def _combine(y: Float[Array, "q d"], order: Int[Array, " q"], weights, dtype):
@@ -161,20 +257,20 @@ def experts_ragged(
     x: Float[Array, "n d"],
     chosen: Int[Array, "n x"],
     weights: Float[Array, "n x"],
-    gate_up: Float[Array, "l e d z"],
-    down: Float[Array, "l e i d"],
+    kernels: Kernels,
     layer: Int[Array, ""],
 ) -> Float[Array, "n d"]:
     """Tokens sorted by expert, one `jax.lax.ragged_dot` a kernel; for accelerators."""
-    flat = chosen.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    sizes = jnp.sum(flat[:, None] == jnp.arange(gate_up.shape[1])[None], axis=0, dtype=jnp.int32)
-    rows = x[order // chosen.shape[1]]
+    order, sizes = _sorted(chosen, kernels.count)
+    expert = chosen.reshape(-1)[order]
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    inner = gate(
-        jax.lax.ragged_dot(rows, gate_up[layer].astype(x.dtype), sizes, precision=precision)
-    )
-    y = jax.lax.ragged_dot(inner, down[layer].astype(x.dtype), sizes, precision=precision)
+
+    def product(rows, stack, bias):
+        y = jax.lax.ragged_dot(rows, stack[layer].astype(x.dtype), sizes, precision=precision)
+        return y if bias is None else y + bias[layer].astype(x.dtype)[expert]
+
+    inner = product(x[order // chosen.shape[1]], kernels.gate_up, kernels.gate_up_bias)
+    y = product(activate(inner, kernels.limit), kernels.down, kernels.down_bias)
     return _combine(y, order, weights, x.dtype)
 
 
@@ -182,15 +278,12 @@ def experts_by_tile(
     x: Float[Array, "n d"],
     chosen: Int[Array, "n x"],
     weights: Float[Array, "n x"],
-    gate_up: Float[Array, "l e d z"],
-    down: Float[Array, "l e i d"],
+    kernels: Kernels,
     layer: Int[Array, ""],
 ) -> Float[Array, "n d"]:
     """Many tokens: sorted by expert and cut into tiles of one expert each. Differentiable."""
-    flat = chosen.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    sizes = jnp.sum(flat[:, None] == jnp.arange(gate_up.shape[1])[None], axis=0, dtype=jnp.int32)
-    y = _tiles(x[order // chosen.shape[1]], sizes, gate_up, down, layer)
+    order, sizes = _sorted(chosen, kernels.count)
+    y = _tiles(x[order // chosen.shape[1]], sizes, kernels, layer)
     return _combine(y, order, weights, x.dtype)
 
 
@@ -208,9 +301,9 @@ def _plan(sizes: Int[Array, " e"], tile: int):
     return last_tile[-1], locate
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=())
-def _tiles(rows, sizes, gate_up, down, layer):
-    """SwiGLU of each row by its expert; rows are sorted by expert, `sizes` of each.
+@jax.custom_vjp
+def _tiles(rows, sizes, kernels: Kernels, layer):
+    """Each row through its expert; rows are sorted by expert, `sizes` of each.
 
     A tile may run past its expert's rows. What it computes there is overwritten by the next
     expert's first tile, or cut off at the end.
@@ -222,49 +315,53 @@ def _tiles(rows, sizes, gate_up, down, layer):
     def one(j, out):
         expert, start, _ = locate(j)
         x = jax.lax.dynamic_slice(padded, (start, 0), (TILE, width))
-        inner = gate(matmul(x, _expert(gate_up, layer, expert, x.dtype)))
-        y = matmul(inner, _expert(down, layer, expert, x.dtype))
+        y = _feed_forward(x, _expert(kernels, layer, expert, x.dtype), kernels.limit)
         return jax.lax.dynamic_update_slice(out, y, (start, 0))
 
     return jax.lax.fori_loop(0, total, one, jnp.zeros_like(padded))[:count]
 
 
-def _tiles_forward(rows, sizes, gate_up, down, layer):
-    return _tiles(rows, sizes, gate_up, down, layer), (rows, sizes, gate_up, down, layer)
+def _tiles_forward(rows, sizes, kernels, layer):
+    return _tiles(rows, sizes, kernels, layer), (rows, sizes, kernels, layer)
 
 
 def _tiles_backward(saved, d_out):
     """Recompute each tile and add its weight gradients to its expert's, in place."""
-    rows, sizes, gate_up, down, layer = saved
+    rows, sizes, kernels, layer = saved
     count, width = rows.shape
     total, locate = _plan(sizes, TILE)
     padded = jnp.pad(rows, ((0, TILE), (0, 0)))
     d_padded = jnp.pad(d_out, ((0, TILE), (0, 0)))
 
-    def accumulate(stack, expert, new):
-        at = (layer, expert, 0, 0)
+    def accumulate(stack, new, expert):
+        at = (layer, expert, *(0,) * new.ndim)
         old = jax.lax.dynamic_slice(stack, at, (1, 1, *new.shape))
-        return jax.lax.dynamic_update_slice(stack, old + new[None, None], at)
+        return jax.lax.dynamic_update_slice(stack, old + new[None, None].astype(stack.dtype), at)
 
     def one(j, carry):
-        d_rows, d_gate_up, d_down = carry
+        d_rows, d_kernels = carry
         expert, start, left = locate(j)
-        up_kernel = _expert(gate_up, layer, expert, rows.dtype)
-        down_kernel = _expert(down, layer, expert, rows.dtype)
         own = (jnp.arange(TILE) < left)[:, None]
         x = jax.lax.dynamic_slice(padded, (start, 0), (TILE, width))
         dy = jnp.where(own, jax.lax.dynamic_slice(d_padded, (start, 0), (TILE, width)), 0)
-        inner, pull = jax.vjp(lambda x, kernel: gate(matmul(x, kernel)), x, up_kernel)
-        d_x, d_up_kernel = pull(matmul(dy, down_kernel.T))
-        return (
-            jax.lax.dynamic_update_slice(d_rows, d_x, (start, 0)),
-            accumulate(d_gate_up, expert, d_up_kernel),
-            accumulate(d_down, expert, matmul(inner.T, dy)),
+        _, pull = jax.vjp(
+            functools.partial(_feed_forward, limit=kernels.limit),
+            x,
+            _expert(kernels, layer, expert, x.dtype),
         )
+        d_x, d_own = pull(dy)
+        d_rows = jax.lax.dynamic_update_slice(d_rows, d_x, (start, 0))
+        names = ("gate_up", "down", "gate_up_bias", "down_bias")
+        changed = {
+            name: accumulate(getattr(d_kernels, name), new, expert)
+            for name, new in zip(names, d_own, strict=True)
+            if new is not None
+        }
+        return d_rows, dataclasses.replace(d_kernels, **changed)
 
-    start = jnp.zeros_like(padded), jnp.zeros_like(gate_up), jnp.zeros_like(down)
-    d_rows, d_gate_up, d_down = jax.lax.fori_loop(0, total, one, start)
-    return d_rows[:count], None, d_gate_up, d_down, None
+    start = jnp.zeros_like(padded), jax.tree.map(jnp.zeros_like, kernels)
+    d_rows, d_kernels = jax.lax.fori_loop(0, total, one, start)
+    return d_rows[:count], None, d_kernels, None
 
 
 _tiles.defvjp(_tiles_forward, _tiles_backward)

@@ -18,7 +18,7 @@ def frequencies(rope: RopeConfig, width: int) -> tuple[np.ndarray, float]:
     """
     base = rope.theta ** (np.arange(0, width, 2, dtype=np.float64) / width)
     inverse = 1.0 / base
-    if rope.kind == "default":
+    if rope.kind in ("default", "dynamic"):
         return inverse, 1.0
     if rope.kind == "linear":
         return inverse / rope.factor, 1.0

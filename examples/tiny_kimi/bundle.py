@@ -16,7 +16,7 @@ from flax import nnx
 from train_verifier import CONFIG, Recipe, optimiser
 
 import eagle3_jax as e3
-from checkpoints import drafters, hub
+from checkpoints import drafters, families, hub
 from checkpoints.store import Store
 from checkpoints.tensors import write_json, write_tensors
 from eagle3_jax.load import BUNDLED
@@ -57,7 +57,7 @@ class BundleVerifier:
             for name, value in hub.to_hub(CONFIG, arrays).items()
         }
         self.out.mkdir(parents=True, exist_ok=True)
-        write_json(self.out / "config.json", hub.config_to_hub(CONFIG))
+        write_json(self.out / "config.json", families.config_to_hub(CONFIG))
         write_tensors(self.out / "model.safetensors", tensors)
         (self.out / "tokenizer.json").write_bytes((self.corpus / "tokenizer.json").read_bytes())
         write_json(

@@ -37,11 +37,11 @@ CONFIG = VerifierConfig(
     rope=RopeConfig(theta=10000.0, interleaved=True),
     norm_eps=1e-6,
     latent=LatentConfig(kv_rank=32, q_rank=64, nope_width=16, rope_width=16, value_width=24),
-    experts=ExpertsConfig(count=16, chosen=2, width=32, shared=1, scaling=1.0),
-    first_dense=1,
+    experts=ExpertsConfig(count=16, chosen=2, width=32, shared=1, scaling=1.0, correction=True),
+    dense=(0,),
     eos_tokens=(1,),
     max_length=4096,
-    family="deepseek",
+    family="deepseek_v3",
 )
 
 

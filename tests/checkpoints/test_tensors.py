@@ -5,9 +5,12 @@ import numpy as np
 import pytest
 
 from checkpoints.tensors import (
+    MOST_JSON,
     finite,
+    one_line,
     read_json,
     read_tensors,
+    read_text,
     some,
     write_json,
     write_tensors,
@@ -66,6 +69,12 @@ def test_another_kind_of_file_is_refused(file):
         read_tensors(file)
 
 
+def test_a_pointer_in_place_of_a_file_is_named(file):
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(LoadError, match="model.safetensors is the pointer of Git LFS.* git lfs pu"):
+        read_tensors(file)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["a.weight", "b.weight"])
 def test_weights_that_are_no_numbers_are_named(tmp_path, name, bad):
@@ -86,6 +95,13 @@ def test_long_lists_of_names_are_cut():
     assert some(list("abcdef")) == "a, b, c, d and 2 more"
 
 
+def test_odd_names_stay_in_one_line():
+    """Names come from files, and a message is one line that any terminal can print."""
+    assert some(["größe", "a\nb", "\ud800"]) == r"größe, 'a\nb', '\ud800'"
+    assert len(some(["a" * 10_000])) < 500
+    assert one_line("a\n  b\tc") == "a b c" and len(one_line("a" * 10_000)) < 500
+
+
 def test_json_comes_back(tmp_path):
     write_json(tmp_path / "x.json", {"a": [1, 2.5, None]})
     assert read_json(tmp_path / "x.json") == {"a": [1, 2.5, None]}
@@ -99,6 +115,8 @@ def test_json_comes_back(tmp_path):
         ("{", "no JSON file"),
         ("", "no JSON file"),
         ("[1]", "holds list"),
+        ("[" * 100_000, "no JSON file"),
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' is there twice"),
     ],
 )
 def test_bad_json_is_named(tmp_path, text, words):
@@ -106,6 +124,26 @@ def test_bad_json_is_named(tmp_path, text, words):
         (tmp_path / "x.json").write_text(text)
     with pytest.raises(LoadError, match=words):
         read_json(tmp_path / "x.json")
+
+
+def test_a_key_that_says_the_same_twice_is_fine(tmp_path):
+    (tmp_path / "x.json").write_text('{"a": [1], "b": NaN, "a": [1]}')
+    assert read_json(tmp_path / "x.json").keys() == {"a", "b"}
+
+
+def test_what_is_no_text_file_is_named(tmp_path):
+    path = tmp_path / "x.json"
+    path.mkdir()
+    with pytest.raises(LoadError, match="x.json is no file"):
+        read_text(path)
+    path.rmdir()
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(LoadError, match="x.json cannot be read: .*utf-8"):
+        read_text(path)
+    with path.open("wb") as file:
+        file.truncate(MOST_JSON + 1)  # takes no room on the disk
+    with pytest.raises(LoadError, match=r"has 268435457 bytes; expected at most"):
+        read_json(path)
 
 
 def test_a_failed_write_leaves_the_old_file(file):

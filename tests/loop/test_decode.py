@@ -94,7 +94,8 @@ def test_a_perfect_drafter_is_accepted_to_the_full_depth(pair, prompts):
     """Told the verifier's own continuation, the loop accepts every node: depth + 1 a cycle."""
     verifier = pair[0]
     told = tuple(generate(verifier, None, [prompts[2]], max_new_tokens=40).tokens[0])
-    drafter = tiny_drafter(verifier.config.family, draft_vocab_size=64)
+    family = "deepseek" if verifier.config.latent else "llama"
+    drafter = tiny_drafter(family, draft_vocab_size=64)
 
     @dataclasses.dataclass(frozen=True)
     class Told:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,10 +38,23 @@ def greedy(logits, depth):
 
 
 @functools.cache
-def stages_of(family, depth, choose, seed=1) -> Any:
+def drafter_of(family, flags=()):
+    """A tiny drafter with some flags on; its norms' weights are drawn too, so that they show."""
+    shared = tiny_drafter(family, **dict.fromkeys(flags, True))
+    drafter = jax.tree.map(lambda x: x, shared)
+    rng = np.random.default_rng(7)
+    for path, variable in nnx.to_flat_state(nnx.state(drafter, nnx.Param)):
+        if path[-1] == "weight":
+            drawn = 1 + 0.2 * rng.standard_normal(variable.shape)
+            variable[...] = jnp.asarray(drawn, jnp.float32)
+    return drafter
+
+
+@functools.cache
+def stages_of(family, depth, choose, flags=()) -> Any:
     return DecodeStages(
         verifier=tiny_verifier(family),
-        drafter=tiny_drafter(family, seed=seed),
+        drafter=drafter_of(family, flags),
         speculation=Speculation(depth=depth),
         choose=choose,
     )
@@ -79,11 +93,16 @@ def texts_of(state, forest):
     return out
 
 
+EAGLE31 = ("fc_norm", "norm_output")
+GPT_OSS = ("norm_before_fc", "norm_before_residual")
+MOST = ("fc_norm", "norm_before_residual", "norm_output", "qk_norm")
+
+# Each costs its own compilations; every flag is among them, on and off.
 CONFIGURATIONS = [
-    ("deepseek", 4, off_likeliest),
-    ("deepseek", 1, greedy),
-    ("llama", 3, greedy),
-    ("llama", 2, off_likeliest),
+    ("deepseek", 4, off_likeliest, ()),
+    ("deepseek", 1, greedy, EAGLE31),
+    ("llama", 3, greedy, MOST),
+    ("llama", 2, off_likeliest, GPT_OSS),
 ]
 
 
@@ -95,8 +114,8 @@ CONFIGURATIONS = [
 )
 @settings(max_examples=25, deadline=None)
 def test_learning_equals_decoding_node_for_node(configuration, lengths, cycles, seed):
-    family, depth, choose = configuration
-    stages = stages_of(family, depth, choose)
+    stages = stages_of(*configuration)
+    depth = stages.depth
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(2, 64, n).tolist() for n in lengths]
     state, forest = decoded(stages, prompts, cycles)
@@ -107,9 +126,9 @@ def test_learning_equals_decoding_node_for_node(configuration, lengths, cycles, 
         np.testing.assert_allclose(forest.logits[row], logits[:, 0, root], atol=TOLERANCE)
 
 
-def learning_matches_the_oracle():
+def learning_matches_the_oracle(flags=()):
     """`chain_logits` against the naive float64 drafter, at every root and step."""
-    verifier, drafter = tiny_verifier("deepseek"), tiny_drafter("deepseek")
+    verifier, drafter = tiny_verifier("deepseek"), drafter_of("deepseek", flags)
     tokens = jax.random.randint(jax.random.key(5), (1, 20), 2, 64)
     features = verifier.score(tokens, drafter.spec.boundaries).features
     logits = jnp.stack(chain_logits(drafter, verifier, features, tokens, jnp.zeros_like(tokens), 4))
@@ -119,9 +138,9 @@ def learning_matches_the_oracle():
         np.testing.assert_allclose(logits[:, 0, root], wanted, atol=TOLERANCE)
 
 
-def decoding_matches_the_oracle():
+def decoding_matches_the_oracle(flags=()):
     """The compiled loop's drafted tokens and logits against the naive drafter's own chain."""
-    stages = stages_of("deepseek", 4, greedy)
+    stages = stages_of("deepseek", 4, greedy, flags)
     oracle = NaiveDrafter(
         arrays_of(stages.drafter), stages.drafter.config, stages.verifier.embedding[...]
     )
@@ -136,12 +155,14 @@ def decoding_matches_the_oracle():
     assert forest.tokens[0, 1:].tolist() == chosen
 
 
-def test_learning_matches_the_oracle():
-    learning_matches_the_oracle()
+@pytest.mark.parametrize("flags", [(), GPT_OSS, MOST], ids=["none", "gpt_oss", "most"])
+def test_learning_matches_the_oracle(flags):
+    learning_matches_the_oracle(flags)
 
 
-def test_decoding_matches_the_oracle():
-    decoding_matches_the_oracle()
+@pytest.mark.parametrize("flags", [(), MOST], ids=["none", "most"])
+def test_decoding_matches_the_oracle(flags):
+    decoding_matches_the_oracle(flags)
 
 
 def test_rope_shifted_in_the_shared_step_fails_learning_and_decoding(monkeypatch):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from eagle3_jax import testing
 from eagle3_jax.configs import ExpertsConfig
@@ -14,6 +15,7 @@ from eagle3_jax.verifier.experts import (
     FEW,
     TILE,
     Experts,
+    Kernels,
     Router,
     experts_by_tile,
     experts_in_use,
@@ -28,18 +30,34 @@ FORMS = {
 }
 
 
-def dense(x, chosen, weights, gate_up, down, layer):
+def dense(x, chosen, weights, kernels, layer):
     """Every expert on every token, then the chosen ones' weights."""
-    hi = jax.lax.Precision.HIGHEST
-    both = jnp.einsum("nd,edz->nez", x, gate_up[layer], precision=hi)
+    k, hi = kernels, jax.lax.Precision.HIGHEST
+    both = jnp.einsum("nd,edz->nez", x, k.gate_up[layer], precision=hi)
+    if k.gate_up_bias is not None:
+        both = both + k.gate_up_bias[layer][None]
     gated, up = both[..., :INNER], both[..., INNER:]
-    y = jnp.einsum("nei,eid->ned", jax.nn.silu(gated) * up, down[layer], precision=hi)
+    if k.limit is None:
+        inner = jax.nn.silu(gated) * up
+    else:
+        gated, up = jnp.minimum(gated, k.limit), jnp.clip(up, -k.limit, k.limit)
+        inner = gated / (1 + jnp.exp(-1.702 * gated)) * (up + 1)
+    y = jnp.einsum("nei,eid->ned", inner, k.down[layer], precision=hi)
+    if k.down_bias is not None:
+        y = y + k.down_bias[layer][None]
     onehot = jax.nn.one_hot(chosen, COUNT, dtype=jnp.float32)
     return jnp.einsum("nxe,nx,ned->nd", onehot, weights, y, precision=hi)
 
 
-def arguments(tokens: int, load: str = "random", layer: int = 1):
-    """Random arguments; the load is random, all on the same two experts, or all but the last."""
+def arguments(tokens: int, load: str = "random", layer: int = 1, kind: str = "plain"):
+    """Random arguments.
+
+    Args:
+        tokens: how many.
+        load: of the experts: random, all on the same two, or all but the last.
+        layer: of the two.
+        kind: `plain`, or `clamped` activation with biases.
+    """
     rng = np.random.default_rng(tokens)
 
     def normal(*shape):
@@ -55,17 +73,26 @@ def arguments(tokens: int, load: str = "random", layer: int = 1):
         normal(tokens, WIDTH),
         jnp.asarray(chosen, jnp.int32),
         jnp.abs(normal(tokens, CHOSEN)),
-        normal(LAYERS, COUNT, WIDTH, 2 * INNER),
-        normal(LAYERS, COUNT, INNER, WIDTH),
+        Kernels(
+            gate_up=normal(LAYERS, COUNT, WIDTH, 2 * INNER),
+            down=normal(LAYERS, COUNT, INNER, WIDTH),
+            gate_up_bias=normal(LAYERS, COUNT, 2 * INNER) if kind == "clamped" else None,
+            down_bias=normal(LAYERS, COUNT, WIDTH) if kind == "clamped" else None,
+            limit=1.0 if kind == "clamped" else None,
+        ),
         jnp.asarray(layer, jnp.int32),
     )
+
+
+each_kind = pytest.mark.parametrize("kind", ["plain", "clamped"])
 
 
 # Around a tile's end for one expert (all tokens on the same two), and for many.
 @pytest.mark.parametrize("load", ["random", "same", "last idle"])
 @pytest.mark.parametrize("tokens", [1, TILE - 1, TILE, TILE + 1, 70])
-def test_every_dispatch_equals_the_dense_reference(tokens, load):
-    given = arguments(tokens, load)
+@each_kind
+def test_every_dispatch_equals_the_dense_reference(tokens, load, kind):
+    given = arguments(tokens, load, kind=kind)
     wanted = dense(*given)
     for name, form in FORMS.items():
         np.testing.assert_allclose(form(*given), wanted, rtol=1e-5, atol=2e-5, err_msg=name)
@@ -80,27 +107,28 @@ def test_the_layer_is_the_one_asked_for():
 
 @functools.partial(jax.jit, static_argnums=0)
 def gradients(form, given, direction):
-    """Gradients of the tokens, the weights, and both kernels."""
-    x, chosen, weights, gate_up, down, layer = given
+    """Gradients of the tokens, the weights, and the kernels."""
+    x, chosen, weights, kernels, layer = given
 
-    def loss(x, weights, gate_up, down):
-        return jnp.sum(form(x, chosen, weights, gate_up, down, layer) * direction)
+    def loss(x, weights, kernels):
+        return jnp.sum(form(x, chosen, weights, kernels, layer) * direction)
 
-    return jax.grad(loss, argnums=(0, 1, 2, 3))(x, weights, gate_up, down)
+    return jax.grad(loss, argnums=(0, 1, 2))(x, weights, kernels)
 
 
 @pytest.mark.parametrize("load", ["random", "same", "last idle"])
 @pytest.mark.parametrize("tokens", [5, TILE + 1, 70])
-def test_gradients_by_tile_equal_those_of_the_reference(tokens, load):
+@each_kind
+def test_gradients_by_tile_equal_those_of_the_reference(tokens, load, kind):
     """Of weights too, and exactly zero for experts (and layers) that nobody chose."""
-    given = arguments(tokens, load)
+    given = arguments(tokens, load, kind=kind)
     direction = jnp.asarray(np.random.default_rng(1).standard_normal((tokens, WIDTH)), jnp.float32)
     mine = gradients(experts_by_tile, given, direction)
     wanted = gradients(dense, given, direction)
-    for name, a, b in zip(("x", "weights", "gate_up", "down"), mine, wanted, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=name)
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4)
     idle = sorted(set(range(COUNT)) - set(np.unique(given[1])))
-    for kernel in mine[2:]:
+    for kernel in jax.tree.leaves(mine[2]):
         assert not np.asarray(kernel[0]).any()
         assert not np.asarray(kernel[1, idle]).any()
 
@@ -127,14 +155,23 @@ def test_few_and_many_tokens_take_different_forms():
     assert by_tile in text(1, True)
 
 
-CONFIG = ExpertsConfig(count=12, chosen=3, width=4, groups=4, chosen_groups=2, scaling=2.5)
+CONFIG = ExpertsConfig(
+    count=12, chosen=3, width=4, groups=4, chosen_groups=2, scaling=2.5, correction=True
+)
 
 
-def router(config: ExpertsConfig, bias: float = 0.3, seed: int = 0) -> Router:
-    """A random router whose bias is negative on average: masking with 0 would then show."""
+def correction_of(made: Router) -> nnx.Param:
+    """A router's correction, which is there."""
+    assert made.correction is not None
+    return made.correction
+
+
+def router(config: ExpertsConfig, spread: float = 0.3, seed: int = 0) -> Router:
+    """A random router; its correction is negative on average: masking with 0 would then show."""
     made = Router(jax.random.key(seed), WIDTH, config)
     rng = np.random.default_rng(seed)
-    made.bias[...] = jnp.asarray(-1.0 + bias * rng.standard_normal(config.count), jnp.float32)
+    correction = -1.0 + spread * rng.standard_normal(config.count)
+    correction_of(made)[...] = jnp.asarray(correction, jnp.float32)
     return made
 
 
@@ -156,7 +193,8 @@ def test_router_follows_its_definition(config):
     """Token by token, in plain numpy."""
     made, x = router(config), tokens_for()
     chosen, weights, scores = (np.asarray(y) for y in made(x))
-    kernel, bias = np.asarray(made.kernel[...], np.float64), np.asarray(made.bias[...], np.float64)
+    kernel = np.asarray(made.kernel[...], np.float64)
+    bias = np.asarray(correction_of(made)[...], np.float64)
     plain = 1 / (1 + np.exp(-(np.asarray(x, np.float64) @ kernel)))
     np.testing.assert_allclose(scores, plain, atol=1e-6)
     for token, score in enumerate(plain):
@@ -175,18 +213,19 @@ def test_router_follows_its_definition(config):
         np.testing.assert_allclose(weights.sum(axis=-1), config.scaling, rtol=1e-5)
 
 
-def test_bias_moves_the_choice_and_not_the_weights():
+def test_the_correction_moves_the_choice_and_not_the_weights():
     config = dataclasses.replace(CONFIG, groups=1, chosen_groups=1, normalise=False, scaling=1.0)
-    made, x = router(config, bias=0.0), tokens_for()
+    made, x = router(config, spread=0.0), tokens_for()
     before = np.asarray(made(x)[0])
-    made.bias[...] = made.bias[...].at[5].set(3.0)
+    moved = correction_of(made)
+    moved[...] = moved[...].at[5].set(3.0)
     chosen, weights, scores = (np.asarray(y) for y in made(x))
     assert (chosen == 5).any(axis=-1).all() and not (before == 5).any(axis=-1).all()
     np.testing.assert_array_equal(weights, np.take_along_axis(scores, chosen, axis=-1))
     assert weights.max() < 1
 
 
-def test_bias_gradient_is_the_load_above_the_even_share():
+def test_the_gradient_of_the_correction_is_the_load_above_the_even_share():
     """And nothing reaches the weights through it."""
     made, x = router(CONFIG), tokens_for()
     chosen = np.asarray(made(x)[0])
@@ -196,8 +235,30 @@ def test_bias_gradient_is_the_load_above_the_even_share():
         return jnp.sum(made(x)[1] ** 2)
 
     gradient = jax.grad(loss)(made)
-    np.testing.assert_allclose(gradient.bias[...], share - 1 / CONFIG.count, atol=1e-6)
+    np.testing.assert_allclose(gradient.correction[...], share - 1 / CONFIG.count, atol=1e-6)
     assert np.abs(np.asarray(gradient.kernel[...])).max() > 1e-3
+
+
+@pytest.mark.parametrize("score", ["softmax of chosen"])
+@pytest.mark.parametrize("normalise", [True, False])
+def test_softmax_routers_follow_their_definition(score, normalise):
+    """Over the chosen ones (gpt-oss)."""
+    config = ExpertsConfig(
+        count=12, chosen=3, width=4, score=score, normalise=normalise, bias=score != "softmax"
+    )
+    made, x = Router(jax.random.key(3), WIDTH, config), tokens_for()
+    logits = np.asarray(x, np.float64) @ np.asarray(made.kernel[...], np.float64)
+    if made.bias is not None:
+        bias = np.random.default_rng(4).standard_normal(12)
+        made.bias[...] = jnp.asarray(bias, jnp.float32)
+        logits = logits + bias
+    chosen, weights, _ = (np.asarray(y) for y in made(x))
+    np.testing.assert_array_equal(np.sort(chosen), np.sort(np.argsort(-logits)[:, :3]))
+    share = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    share = np.take_along_axis(share, chosen, axis=-1)
+    if normalise or score != "softmax":
+        share = share / share.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(weights, share, rtol=1e-5)
 
 
 def test_router_is_float32_for_bfloat16_tokens():

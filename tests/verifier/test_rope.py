@@ -74,6 +74,35 @@ def test_yarn_ramp():
     assert np.abs(exact / inverse - 1).max() > 0.01
 
 
+@pytest.mark.parametrize(
+    "theta, factor, beta_fast, low, high, scale",
+    [
+        pytest.param(10000.0, 40.0, 32.0, 10, 23, 0.1352337789, id="DeepSeek-V3"),
+        pytest.param(50000.0, 32.0, 1.0, 19, 20, 0.1308608000, id="Kimi-K2"),
+        pytest.param(50000.0, 64.0, 32.0, 8, 20, 0.1446796258, id="Kimi-K2.5"),
+    ],
+)
+def test_yarn_of_the_real_models(theta, factor, beta_fast, low, high, scale):
+    """The ends of the ramp and the scale of scores, from the hub's numbers."""
+    rope = RopeConfig(
+        kind="yarn",
+        theta=theta,
+        factor=factor,
+        original_length=4096,
+        beta_fast=beta_fast,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+    )
+    inverse, on_both = frequencies(rope, 64)
+    plain = frequencies(RopeConfig(theta=theta), 64)[0]
+    np.testing.assert_allclose(inverse[: low + 1], plain[: low + 1])
+    np.testing.assert_allclose(inverse[high:], plain[high:] / factor)
+    between = slice(low + 1, high)
+    assert (inverse[between] < plain[between]).all()
+    assert (inverse[between] > plain[between] / factor).all()
+    assert on_both == 1.0 and softmax_scale(rope, 192) == pytest.approx(scale, rel=1e-9)
+
+
 def test_yarn_factors():
     def of(**changes):
         return attention_factor(dataclasses.replace(YARN, **changes))
