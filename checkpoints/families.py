@@ -212,6 +212,27 @@ def _qwen3(config: Raw) -> dict[str, Any]:
     return fields | windows(config, kinds)
 
 
+def _qwen3_moe(config: Raw) -> dict[str, Any]:
+    fields = grouped(config) | {"qk_norm": True}
+    layers = range(fields["num_layers"])
+    every = whole(config, "decoder_sparse_step", 1)
+    if every < 1:
+        raise TypeError(f"decoder_sparse_step is {every}; expected 1 or more")
+    plain = set(ids(config, "mlp_only_layers"))
+    fields["dense"] = tuple(i for i in layers if i in plain or (i + 1) % every)
+    fields["experts"] = ExpertsConfig(
+        count=whole(config, "num_experts", whole(config, "num_local_experts", 128)),
+        chosen=whole(config, "num_experts_per_tok", 8),
+        width=whole(config, "moe_intermediate_size"),
+        score="softmax",
+        normalise=switch(config, "norm_topk_prob"),
+    )
+    if switch(config, "use_sliding_window"):
+        fields["windowed"] = tuple(layers)
+        fields["window"] = whole(config, "sliding_window")
+    return fields
+
+
 GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -283,6 +304,7 @@ DEEPSEEK = SILU | {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method"
 FAMILIES: dict[str, Family] = {
     "llama": Family(_llama, SILU | {"mlp_bias": False}),
     "qwen3": Family(_qwen3, SILU),
+    "qwen3_moe": Family(_qwen3_moe, SILU),
     "deepseek_v3": Family(_deepseek, DEEPSEEK),
     "kimi_k2": Family(_deepseek, DEEPSEEK),
     "kimi_k25": Family(

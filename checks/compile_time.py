@@ -27,9 +27,13 @@ def kinds(depth: int) -> dict[str, VerifierConfig]:
     """A configuration of each kind, with so many layers."""
     llama = dataclasses.replace(testing.LLAMA, num_layers=depth)
     deepseek = dataclasses.replace(testing.DEEPSEEK, num_layers=depth)
+    qwen = dataclasses.replace(llama, qk_norm=True)
     return {
         "llama": llama,
         "deepseek": deepseek,
+        "qwen3_moe": dataclasses.replace(
+            qwen, experts=ExpertsConfig(count=8, chosen=3, width=12, score="softmax")
+        ),
         "gpt_oss": dataclasses.replace(
             llama,
             experts=OSS,

@@ -308,6 +308,20 @@ QWEN3_AND_LLAMA = [
         OF_FAMILIES + "test_what_each_family_is",
     ),
     Fault(
+        "no-norm-topk",
+        FAMILIES,
+        'normalise=switch(config, "norm_topk_prob"),',
+        "normalise=False,",
+        f"{LOGITS}[qwen3_moe]",
+    ),
+    Fault(
+        "norm-topk-by-default",
+        FAMILIES,
+        'normalise=switch(config, "norm_topk_prob"),',
+        'normalise=switch(config, "norm_topk_prob", True),',
+        PARITY + "test_keys_left_out_mean_what_transformers_takes_them_for[qwen3_moe_no_norm]",
+    ),
+    Fault(
         "no-llama3-scaling",
         ROPE,
         'if rope.kind in ("default", "dynamic"):',

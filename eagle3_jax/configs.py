@@ -89,7 +89,8 @@ class ExpertsConfig:
         width: feed-forward width of one expert.
         shared: shared experts, computed as one feed-forward of `shared * width`.
         score: what a token's weights are made from. `sigmoid`: of each logit (DeepSeek-V3);
-            `softmax of chosen`: over the chosen ones only (gpt-oss).
+            `softmax`: over all experts (Qwen3-MoE); `softmax of chosen`: over the chosen ones only
+            (gpt-oss).
         groups: contiguous groups the experts are divided into (`sigmoid`).
         chosen_groups: groups kept for a token.
         normalise: whether the chosen weights are normalised to sum to one.
@@ -103,7 +104,7 @@ class ExpertsConfig:
     chosen: int
     width: int
     shared: int = 0
-    score: Literal["sigmoid", "softmax of chosen"] = "sigmoid"
+    score: Literal["sigmoid", "softmax", "softmax of chosen"] = "sigmoid"
     groups: int = 1
     chosen_groups: int = 1
     normalise: bool = True

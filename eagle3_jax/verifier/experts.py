@@ -35,15 +35,15 @@ class Router(nnx.Module):
     """Which experts a token is sent to, and with what weights; float32 throughout.
 
     `sigmoid` (DeepSeek-V3): the correction moves the choice only, weights are the unbiased scores
-    of the chosen, and groups that were not kept are masked with -inf. `softmax of
-    chosen` (gpt-oss): the choice is by logit, the softmax over the chosen.
+    of the chosen, and groups that were not kept are masked with -inf. `softmax` (Qwen3-MoE): over
+    all experts. `softmax of chosen` (gpt-oss): the choice is by logit, the softmax over the chosen.
 
     The choice has no gradient, so the correction is given one of its own: an expert's share of the
     load above the even share. A trainer that descends along it balances the experts without an
     auxiliary loss; a frozen verifier never sees it.
 
     Source: DeepSeek-V3, arXiv 2412.19437; deepseek-ai/DeepSeek-V3 `inference/model.py`;
-    transformers `modeling_gpt_oss.py`.
+    transformers `modeling_qwen3_moe.py`, `modeling_gpt_oss.py`.
     """
 
     def __init__(self, key: Key[Array, ""], width: int, config: ExpertsConfig):
@@ -67,7 +67,7 @@ class Router(nnx.Module):
         if c.score == "softmax of chosen":
             best, chosen = jax.lax.top_k(logits, c.chosen)
             return chosen, jax.nn.softmax(best, axis=-1) * f32(c.scaling), logits
-        scores = jax.nn.sigmoid(logits)
+        scores = jax.nn.sigmoid(logits) if c.score == "sigmoid" else jax.nn.softmax(logits, axis=-1)
         ranked = scores
         if self.correction is not None:
             ranked = scores + self.correction[...].astype(f32)[None]

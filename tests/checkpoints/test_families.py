@@ -46,6 +46,14 @@ def test_what_each_family_is():
     assert config_of("qwen3_window").window == 8
     listed = ["sliding_attention", "full_attention"] * 2
     assert config_of("qwen3_window", layer_types=listed).windowed == (0, 2)
+    moe = config_of("qwen3_moe")
+    assert moe.qk_norm and moe.dense == (1,) and moe.moe_layers == (0, 2, 3)
+    assert moe.experts is not None and (moe.experts.score, moe.experts.shared) == ("softmax", 0)
+    assert moe.experts.normalise and not moe.experts.correction
+    assert config_of("qwen3_moe_sparse").dense == (0, 2)
+    assert config_of("qwen3_moe", use_sliding_window=True, sliding_window=8).windowed == (
+        *(0, 1, 2, 3),
+    )
     oss = config_of("gpt_oss")
     assert oss.sinks and oss.wide_norms and oss.attention_bias and oss.windowed == (0, 2)
     assert oss.experts is not None and oss.experts.bias and oss.experts.limit == 1.0

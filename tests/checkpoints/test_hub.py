@@ -19,7 +19,7 @@ from eagle3_jax.verifier import Verifier
 MODELS = runpy.run_path(str(Path(__file__).parents[1] / "golden" / "tiny_models.py"))
 CONFIGS = MODELS["CONFIGS"]
 NAMES = ("deepseek_a", "deepseek_a_no_q_lora", "deepseek_a_bias", "kimi_k", "llama3", "llama_tied")
-NAMES += ("qwen3",)
+NAMES += ("qwen3", "qwen3_moe")
 
 
 @functools.cache
@@ -48,7 +48,7 @@ def test_there_and_back(name):
         np.testing.assert_array_equal(again[key], value, err_msg=key)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "gpt_oss", "kimi_k25"])
+@pytest.mark.parametrize("name", [*NAMES, "gpt_oss", "kimi_k25", "qwen3_moe_sparse"])
 def test_every_array_of_the_verifier_has_a_slot(name):
     """By name and shape, as an abstract verifier has them."""
     config = config_of(name)

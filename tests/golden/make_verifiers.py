@@ -20,7 +20,7 @@ import torch
 import transformers
 
 HERE = Path(__file__).parent
-GREEDY = ("deepseek_a", "kimi_k", "llama3", "qwen3", "gpt_oss", "kimi_k25")
+GREEDY = ("deepseek_a", "kimi_k", "llama3", "qwen3", "qwen3_moe", "gpt_oss", "kimi_k25")
 KEPT = {"micro_61": [0, 2, 3, 30, 31, 58, 59, 61]}
 HOOKED = [2, 30, 58]
 PROMPT_LENGTH, NEW_TOKENS = 17, 24
@@ -120,6 +120,9 @@ def ranked_scores(gate: torch.nn.Module, x: np.ndarray, kind: str) -> np.ndarray
     logits = x @ gate.weight.detach().double().numpy().T
     if kind == "gpt_oss":
         return logits + gate.bias.detach().double().numpy()
+    if kind == "qwen3_moe":
+        score = np.exp(logits - logits.max(-1, keepdims=True))
+        return score / score.sum(-1, keepdims=True)
     return 1.0 / (1.0 + np.exp(-logits)) + gate.e_score_correction_bias.double().numpy()
 
 

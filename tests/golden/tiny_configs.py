@@ -118,6 +118,20 @@ _QWEN3 = {
     "vocab_size": 101,
 }
 
+_QWEN3_MOE = {
+    **_QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
+
 _GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
     "attention_bias": True,
@@ -237,6 +251,9 @@ CONFIGS: dict[str, dict] = {
         "sliding_window": 8,
         "use_sliding_window": True,
     },
+    "qwen3_moe": _QWEN3_MOE,
+    "qwen3_moe_no_norm": {**_QWEN3_MOE, "norm_topk_prob": False},
+    "qwen3_moe_sparse": {**_QWEN3_MOE, "decoder_sparse_step": 2, "mlp_only_layers": []},
     "gpt_oss": _GPT_OSS,
     "kimi_k25": _KIMI_K25,
     "micro_61": {  # as deep as the real ones, so that boundaries such as 2, 30, 58 mean the same

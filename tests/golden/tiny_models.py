@@ -28,6 +28,8 @@ SEED_SUFFIX: dict[str, str] = {
     "deepseek_a_bias": "#1",
     "micro_61": "#3",
     "qwen3": "#1",
+    "qwen3_moe": "#2",
+    "qwen3_moe_no_norm": "#2",
 }
 
 Shapes = dict[str, tuple[int, ...]]
@@ -120,6 +122,12 @@ def _feed_forward_shapes(c: dict, layer: int, at: str) -> Shapes:
         shapes = _expert_list_shapes(c, at, e)
         shapes[f"{at}.gate.e_score_correction_bias"] = (e,)
         return shapes | _swiglu_shapes(f"{at}.shared_experts", d, shared)
+    if (
+        kind == "qwen3_moe"
+        and layer not in c["mlp_only_layers"]
+        and (layer + 1) % c["decoder_sparse_step"] == 0
+    ):
+        return _expert_list_shapes(c, at, c["num_experts"])
     return _swiglu_shapes(at, d, c["intermediate_size"])
 
 

@@ -239,10 +239,10 @@ def test_the_gradient_of_the_correction_is_the_load_above_the_even_share():
     assert np.abs(np.asarray(gradient.kernel[...])).max() > 1e-3
 
 
-@pytest.mark.parametrize("score", ["softmax of chosen"])
+@pytest.mark.parametrize("score", ["softmax", "softmax of chosen"])
 @pytest.mark.parametrize("normalise", [True, False])
 def test_softmax_routers_follow_their_definition(score, normalise):
-    """Over the chosen ones (gpt-oss)."""
+    """Over all experts, renormalised or not (Qwen3-MoE); over the chosen ones (gpt-oss)."""
     config = ExpertsConfig(
         count=12, chosen=3, width=4, score=score, normalise=normalise, bias=score != "softmax"
     )

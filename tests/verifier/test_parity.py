@@ -103,7 +103,7 @@ def step(model, tokens, cache, length, boundaries):
 # One of each attention and expert; for the latent ones the absorbed form is another program than
 # `score`. All configurations are in checks/parity.py.
 @pytest.mark.parametrize(
-    "name", ["deepseek_a_bias", "deepseek_a_no_q_lora", "qwen3_window", "gpt_oss"]
+    "name", ["deepseek_a_bias", "deepseek_a_no_q_lora", "qwen3_window", "qwen3_moe", "gpt_oss"]
 )
 def test_chunks_and_single_tokens_equal_the_whole_pass(verifier, name):
     """Prefill in chunks, then token by token, in a cache whose other slots hold noise.
@@ -129,7 +129,9 @@ def test_chunks_and_single_tokens_equal_the_whole_pass(verifier, name):
     np.testing.assert_allclose(features, whole.features.array, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["deepseek_a", "kimi_k25", "llama3", "qwen3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_a", "kimi_k25", "llama3", "qwen3", "qwen3_moe", "gpt_oss"]
+)
 def test_greedy_tokens_equal_those_of_transformers(verifier, name):
     """The golden continuations run on past end tokens, so none is named here."""
     wanted = golden(name)
@@ -176,6 +178,8 @@ LEFT_OUT = {
     "deepseek_a_no_rope_scaling": ["rope_scaling", "rope_theta", "tie_word_embeddings"],
     "llama3": ["attention_bias", "head_dim", "tie_word_embeddings"],
     "qwen3": ["attention_bias", "rope_scaling", "use_sliding_window"],
+    "qwen3_moe": ["decoder_sparse_step"],
+    "qwen3_moe_no_norm": ["norm_topk_prob"],
     "gpt_oss": ["attention_bias", "layer_types", "rope_scaling", "rope_theta"],
 }
 
