@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import eagle3_jax as e3
-from eagle3_jax.generation import seat
+from eagle3_jax.batch import seat
 from eagle3_jax.loop import run
 from eagle3_jax.loop.decode import DecodeStages
 

@@ -1,11 +1,13 @@
-"""Speculative equals plain, token for token: tiny-kimi, float32, 100 prompts, batch 1, 3 and 8.
+"""Speculative equals plain, token for token: tiny-kimi, float32, chain or trees, batch 1, 3 and 8.
 
-Prompts are windows of held-out source files, of 1 to 300 tokens, and there are more of them than
-rows, so that rows are refilled. A difference is shown with the verifier's gap between the two
-tokens: a near tie is a gap of the order of float32's rounding.
+With `--trees` six shapes of tree are decoded in place of the recommended chain. Prompts are windows
+of held-out source files, of 1 to 300 tokens, and there are more of them than rows, so that rows are
+refilled. A difference is shown with the verifier's gap between the two tokens: a near tie is a gap
+of the order of float32's rounding.
 """
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 
@@ -19,12 +21,16 @@ from corpus import heldout_prompts  # noqa: E402  (found through the line above)
 
 CAPACITY = 768
 
+TREES = ((1, 6, 6), (2, 2, 6), (3, 3, 8), (4, 4, 15), (6, 8, 31), (8, 2, 16))
+"""Depth, topk and nodes: flat, all candidates kept, and more and more that are left out."""
+
 
 def main() -> int:
-    """Print one line a batch size; 0 where every text is the same."""
+    """Print one line a shape and batch size; 0 where every text is the same."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--new", type=int, default=96)
+    parser.add_argument("--trees", action="store_true")
     args = parser.parse_args()
 
     verifier = e3.load_verifier("tiny-kimi", dtype="float32")
@@ -37,8 +43,11 @@ def main() -> int:
         for prompt in heldout_prompts(tokenizer.encode, args.prompts, 300)
     ]
     plain = e3.generate(verifier, None, prompts, max_new_tokens=args.new, rows=1, capacity=CAPACITY)
+    shapes = [e3.recommended_speculation(drafter)]
+    if args.trees:
+        shapes = [e3.Speculation(*shape) for shape in TREES]
     failed = 0
-    for rows in (1, 3, 8):
+    for shape, rows in itertools.product(shapes, (1, 3, 8)):
         out = e3.generate(
             verifier,
             drafter,
@@ -46,13 +55,16 @@ def main() -> int:
             max_new_tokens=args.new,
             rows=rows,
             capacity=CAPACITY,
+            speculation=shape,
         )
         different = [i for i in range(len(prompts)) if out.tokens[i] != plain.tokens[i]]
         failed += len(different)
         print(
-            f"batch {rows}: {len(prompts) - len(different)} of {len(prompts)} prompts the same, "
+            f"depth {shape.depth} topk {shape.topk} nodes {shape.nodes or shape.depth}, batch "
+            f"{rows}: {len(prompts) - len(different)} of {len(prompts)} prompts the same, "
             f"{plain.stats.new_tokens} tokens, accept length {out.stats.accept_length:.2f}, "
-            f"{max(len(prompts) - rows, 0)} rows refilled"
+            f"{max(len(prompts) - rows, 0)} rows refilled",
+            flush=True,
         )
         for i in different:
             mine, theirs = out.tokens[i], plain.tokens[i]

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from eagle3_jax.contracts import RequestError, UnsupportedError
+from eagle3_jax.contracts import RequestError
 
 
 def _positive(config: Any, *names: str) -> None:
@@ -300,48 +300,109 @@ class Speculation:
         depth: tokens along one path (SGLang: steps; vLLM: num_speculative_tokens). 0 is plain
             decoding.
         topk: children a node gets; 1 is a chain.
-        nodes: drafted nodes kept, the root not counted; None is `depth` for a chain.
+        nodes: drafted nodes kept, the root not counted; None is `depth` for a chain. A tree keeps
+            the best of `topk + (depth - 1) * topk ** 2` candidates.
+        sampled: candidates are drawn from the drafter's distribution, without replacement, and not
+            its likeliest; greedy rows take the likeliest all the same.
+        block: a chain of sampled candidates is judged as a whole, which accepts more.
     """
 
     depth: int = 4
     topk: int = 1
     nodes: int | None = None
+    sampled: bool = False
+    block: bool = True
 
     def __post_init__(self):
         if not 0 <= self.depth <= 16:
             raise RequestError(f"speculation depth {self.depth} is outside 0 to 16")
-        if self.topk != 1:
-            raise UnsupportedError(
-                f"speculation topk {self.topk}: this version drafts chains (topk 1); trees need "
-                "node growth and selection, which it does not have"
-            )
-        if self.nodes is not None and self.nodes != self.depth:
+        if not 1 <= self.topk <= 16:
+            raise RequestError(f"speculation topk {self.topk} is outside 1 to 16")
+        if self.topk == 1:
+            if self.nodes is not None and self.nodes != self.depth:
+                raise RequestError(
+                    f"speculation nodes {self.nodes}: a chain (topk 1) of depth {self.depth} has "
+                    f"{self.depth} nodes; leave nodes out, or give a tree a topk above 1"
+                )
+            return
+        shape = f"a tree of depth {self.depth} and topk {self.topk}"
+        if self.depth == 0:
             raise RequestError(
-                f"speculation nodes {self.nodes}: a chain (topk 1) of depth {self.depth} has "
-                f"{self.depth} nodes; leave nodes out"
+                f"{shape} drafts nothing; give a depth, or topk 1 for plain decoding"
             )
+        if self.nodes is None:
+            raise RequestError(f"{shape} needs nodes: how many of its candidates are kept")
+        most = min(self.candidates, 128)
+        if not self.depth <= self.nodes <= most:
+            raise RequestError(
+                f"speculation nodes {self.nodes}: {shape} keeps {self.depth} to {most} nodes"
+            )
+
+    @property
+    def candidates(self) -> int:
+        """Nodes that are drafted in a cycle, kept or not."""
+        return self.topk + max(self.depth - 1, 0) * self.topk**2
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen from the verifier's distribution.
+    """How the next token is chosen from the verifier's distribution, and when a text stops.
+
+    Settings apply in transformers' order: logit bias, repetition penalty, minimum of new tokens;
+    then temperature, top-k, top-p, min-p.
 
     Attributes:
         temperature: 0 is greedy.
         seed: of the draws.
+        top_k: only so many likeliest tokens are drawn from; 0 is off.
+        top_p: only the likeliest tokens that together reach this probability are; 1 is off.
+        min_p: only tokens at least this share as likely as the likeliest are; 0 is off.
+        repetition_penalty: scores of tokens in the text so far are divided by it, or multiplied
+            where they are negative; 1 is off. Source: CTRL, arXiv 1909.05858.
+        logit_bias: pairs of a token id and what is added to its score.
+        min_new_tokens: no end or stop token comes before so many; a stop text may.
+        max_new_tokens: of this text; None is the request's.
+        stop_tokens: ids that end a text beside the model's own.
+        stop: texts that end a text; they are not part of it.
     """
 
     temperature: float = 0.0
     seed: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_new_tokens: int = 0
+    max_new_tokens: int | None = None
+    stop_tokens: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self):
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise RequestError(f"sampling temperature {self.temperature} must be 0 or more")
-        if self.temperature > 0:
-            raise UnsupportedError(
-                f"sampling temperature {self.temperature}: this version decodes greedily "
-                "(temperature 0); sampling needs the exact judging stage, which it does not have"
-            )
+        def refuse(name: str, expected: str):
+            raise RequestError(f"sampling {name} {getattr(self, name)!r} must be {expected}")
+
+        # Scores divided by less than this would pass float32.
+        if not (self.temperature == 0 or 1e-6 <= self.temperature < math.inf):
+            refuse("temperature", "0 (greedy) or at least 1e-6, and finite")
+        if self.top_k < 0:
+            refuse("top_k", "0 (off) or more")
+        if not 0 < self.top_p <= 1:
+            refuse("top_p", "above 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            refuse("min_p", "between 0 and 1")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            refuse("repetition_penalty", "above 0")
+        if self.min_new_tokens < 0:
+            refuse("min_new_tokens", "0 or more")
+        if self.max_new_tokens is not None and self.max_new_tokens < max(1, self.min_new_tokens):
+            refuse("max_new_tokens", f"at least {max(1, self.min_new_tokens)}")
+        if not all(self.stop):
+            refuse("stop", "texts that are not empty")
+        if not 0 <= self.seed < 2**63:
+            refuse("seed", "0 or more and below 2**63")
+        if not all(math.isfinite(value) for _, value in self.logit_bias):
+            refuse("logit_bias", "pairs of a token id and a finite number")
 
 
 @dataclasses.dataclass(frozen=True)

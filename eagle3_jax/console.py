@@ -3,7 +3,7 @@
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from eagle3_jax.generation import Row, Stats
+from eagle3_jax.generation import Piece, Row, Stats
 from eagle3_jax.tokenizer import Tokenizer
 
 PROMPT_LINES = 40
@@ -37,20 +37,29 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def pieces(row: Row, tokenizer: Tokenizer | None) -> list[tuple[str, bool]]:
+def pieces(
+    row: Row, tokenizer: Tokenizer | None, first: int = 0, whole: bool = True
+) -> list[tuple[str, bool]]:
     """A row's new text in runs of tokens alike: the text, and whether it was drafted.
 
     A character whose bytes come from two runs goes to the second.
+
+    Args:
+        row: its tokens, and which were drafted.
+        tokenizer: None shows token ids.
+        first: token to begin with.
+        whole: the text ends with the row; else a character that it breaks off in is left out.
     """
     if tokenizer is None:
-        marks = zip(row.tokens, row.drafted, strict=True)
+        marks = zip(row.tokens[first:], row.drafted[first:], strict=True)
         return [(f"{token} ", drafted) for token, drafted in marks]
-    out, shown = [], ""
-    for i, drafted in enumerate(row.drafted, 1):
-        if i < len(row.drafted) and row.drafted[i] == drafted:
+    out, end = [], len(row.drafted)
+    shown = tokenizer.decode(row.tokens[:first]).rstrip("\N{REPLACEMENT CHARACTER}")
+    for i, drafted in enumerate(row.drafted[first:], first + 1):
+        if i < end and row.drafted[i] == drafted:
             continue
         text = tokenizer.decode(row.tokens[:i])
-        if i < len(row.drafted):
+        if i < end or not whole:
             text = text.rstrip("\N{REPLACEMENT CHARACTER}")
         out.append((text[len(shown) :], drafted))
         shown = text
@@ -77,26 +86,60 @@ class Answer:
         self.runs, self.title, self.legend = runs, title, legend
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        coloured = console.is_terminal and console.color_system is not None
-        coloured = coloured and not console.no_color
         text = Text(no_wrap=True, overflow="ignore", end="\n\n")
-        if self.title:
-            text.append(f"{self.title}\n", "bold")
-        if self.left_out:
-            text.append(f"[{self.left_out} lines above]\n", "dim")
-        if coloured:
-            text.append(self.prompt, "dim")
-            for run, drafted in self.runs:
-                text.append(run, "green" if drafted else "bold")
-            if self.legend:
-                text.append("\n\nprompt", "dim")
-                text.append("  ").append("accepted drafts", "green")
-                text.append("  ").append("the verifier's own tokens", "bold")
-        else:
-            text.append(f"{self.prompt}\n\n-- new text; ‹accepted drafts›, the verifier's own --\n")
-            for run, drafted in self.runs:
-                text.append(re.sub(r"\S(?:.*\S)?", r"‹\g<0>›", run) if drafted else run)
+        for part, style in self._parts(self.runs, _coloured(console)):
+            text.append(part, style)
         yield text
+
+    def live(self, console: Console, found: Iterable[Piece], tokenizer: Tokenizer | None) -> None:
+        """Print the answer while its pieces come."""
+        row, left = Row([], [], None, 0, ()), []
+
+        def runs() -> Iterator[tuple[str, bool]]:
+            for piece in found:
+                first = len(row.tokens)
+                row.tokens.extend(piece.tokens)
+                row.drafted.extend(piece.drafted)
+                left.extend(pieces(row, tokenizer, first, piece.done))
+                room = len(piece.text)
+                while room and left:
+                    run, drafted = left.pop(0)
+                    if run[room:]:
+                        left.insert(0, (run[room:], drafted))
+                    yield run[:room], drafted
+                    room -= len(run[:room])
+
+        for part, style in self._parts(runs(), _coloured(console)):
+            console.out(part, style=style, end="", highlight=False)
+        console.out("\n")
+
+    def _parts(
+        self, runs: Iterable[tuple[str, bool]], coloured: bool
+    ) -> Iterator[tuple[str, str | None]]:
+        """Text and style of all that is shown."""
+        if self.title:
+            yield f"{self.title}\n", "bold"
+        if self.left_out:
+            yield f"[{self.left_out} lines above]\n", "dim"
+        if coloured:
+            yield self.prompt, "dim"
+            for run, drafted in runs:
+                yield run, "green" if drafted else "bold"
+            if self.legend:
+                yield "\n\nprompt", "dim"
+                yield "  ", None
+                yield "accepted drafts", "green"
+                yield "  ", None
+                yield "the verifier's own tokens", "bold"
+        else:
+            yield f"{self.prompt}\n\n-- new text; ‹accepted drafts›, the verifier's own --\n", None
+            for run, drafted in runs:
+                yield re.sub(r"\S(?:.*\S)?", r"‹\g<0>›", run) if drafted else run, None
+
+
+def _coloured(console: Console) -> bool:
+    has = console.is_terminal and console.color_system is not None
+    return has and not console.no_color
 
 
 def _line(text: str, style: str = "") -> Text:

@@ -20,6 +20,7 @@ DIMENSIONS = {
     "w": "block slots asking (the queries of one root)",
     "u": "own keys of a root's block",
     "n": "drafted nodes",
+    "g": "slots whose children were drafted, each with the drafter's logits",
     "d": "verifier width",
     "m": "drafter width",
     "f": "fused feature width: boundaries x verifier width",

@@ -1,24 +1,28 @@
 """Generation: prompts in, new tokens out, any number of prompts over a few rows."""
 
-import collections
 import dataclasses
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from eagle3_jax.batch import Batch, Piece, Row, Seat
 from eagle3_jax.configs import Sampling, Speculation
 from eagle3_jax.contracts import CapacityError, RequestError
 from eagle3_jax.drafter import Drafter
+from eagle3_jax.forest.processing import Hook, plan_of
 from eagle3_jax.load import recommended_speculation
-from eagle3_jax.loop import run
-from eagle3_jax.loop.decode import DecodeStages, DecodeState
-from eagle3_jax.loop.prefill import CHUNK, prefill_chunk
+from eagle3_jax.loop.decode import DecodeStages
+from eagle3_jax.loop.prefill import CHUNK
 from eagle3_jax.verifier.decoder import Verifier, check_tokens
 from kernels_pallas.forest_attention.xla import BLOCK
+
+CYCLES = 8
+"""Cycles between two looks at the text where somebody waits for it or for a stop text."""
+
+STEP = max(BLOCK, CHUNK)
+"""A capacity is a multiple of it."""
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """A text, a token list, or a list of messages."""
@@ -47,26 +51,6 @@ class Stats:
     prefill_seconds: float
     seconds: float
     tokens_per_second: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One prompt's result.
-
-    Attributes:
-        tokens: the new ones.
-        text: where a tokenizer is known.
-        drafted: for each new token, whether it was an accepted draft and not the verifier's own (a
-            bonus token, or the prefill's).
-        cycles: cycles it took.
-        accepted: cycles whose node of each depth was accepted.
-    """
-
-    tokens: list[int]
-    drafted: list[bool]
-    text: str | None
-    cycles: int
-    accepted: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +148,7 @@ def _checked_tokens(prompt: Any, verifier: Verifier) -> list[int]:
 
 def needed_capacity(length: int, max_new_tokens: int, stages: DecodeStages) -> int:
     """Cache slots for a prompt of `length` tokens, rounded up so that few shapes compile."""
-    step = max(BLOCK, CHUNK)
-    return -(-(length + max_new_tokens + stages.slack()) // step) * step
+    return -(-(length + max_new_tokens + stages.slack()) // STEP) * STEP
 
 
 def generate(
@@ -178,13 +161,19 @@ def generate(
     capacity: int | None = None,
     raw: bool = False,
     speculation: Speculation | None = None,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling | Sequence[Sampling] = Sampling(),
+    logprobs: bool = False,
+    logits_processor: Hook | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Output:
     """Continue prompts, with speculation where a drafter is given.
 
+    Every token has the verifier's processed distribution exactly, with a drafter as without. A
+    prompt's text does not depend on the other prompts, on its place or on `rows`; at temperature 0
+    it is plain decoding's, and so it is above 0 unless candidates are sampled.
+
     Args:
-        verifier: whose greedy continuation is produced, token for token in float32.
+        verifier: whose continuation is produced.
         drafter: None is plain decoding through the same code.
         prompts: texts, token lists or message lists, of any lengths and number.
         max_new_tokens: a text stops there or at an end token.
@@ -192,69 +181,196 @@ def generate(
         capacity: cache slots a row, a multiple of 256; None is what the longest prompt needs.
         raw: text prompts are not put through the chat template.
         speculation: None is what the drafter's manifest recommends.
-        sampling: greedy in this version.
+        sampling: one for all, prompt i drawing from its seed folded with i; or one a prompt, each
+            seed as given.
+        logprobs: keep log-probabilities of new tokens.
+        logits_processor: a function of (scores [b v], texts so far [b s], their lengths [b]) to
+            scores, traced into the loop, after penalties and before temperature.
         progress: called with the number of finished prompts.
 
     Raises:
-        RequestError: an empty prompt list, an empty prompt, or a token outside the vocabulary.
+        RequestError: an empty prompt list, an empty prompt, a token outside the vocabulary, or
+            settings that cannot be served.
         CapacityError: a prompt does not fit, found before anything runs.
     """
-    del sampling  # its own check has refused everything but greedy
-    if speculation is None:
-        speculation = recommended_speculation(drafter)
+    batch = make_batch(
+        verifier,
+        drafter,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        rows=rows,
+        capacity=capacity,
+        raw=raw,
+        speculation=speculation,
+        sampling=sampling,
+        logprobs=logprobs,
+        logits_processor=logits_processor,
+    )
+    watched = any(who.sampling.stop for who in batch.seats)
+    cycles = CYCLES if watched else max(who.new for who in batch.seats)
+    while batch.going:
+        batch.fill()
+        batch.cycle(cycles)
+        if progress is not None:
+            progress(sum(result is not None for result in batch.results))
+    return output_of(batch)
+
+
+def stream(
+    verifier: Verifier,
+    drafter: Drafter | None,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int = 128,
+    rows: int = 8,
+    capacity: int | None = None,
+    raw: bool = False,
+    speculation: Speculation | None = None,
+    sampling: Sampling | Sequence[Sampling] = Sampling(),
+    logprobs: bool = False,
+    logits_processor: Hook | None = None,
+) -> Generator[Piece, None, None]:
+    """What `generate` gives, piece by piece; pieces of prompts that sit side by side alternate.
+
+    Arguments and errors are those of `generate`; it is compiled and checked before the first piece
+    is asked for. Whoever has enough stops asking.
+
+    Yields:
+        Pieces of `CYCLES` cycles each; a prompt's joined are its tokens and its text.
+    """
+    batch = make_batch(
+        verifier,
+        drafter,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        rows=rows,
+        capacity=capacity,
+        raw=raw,
+        speculation=speculation,
+        sampling=sampling,
+        logprobs=logprobs,
+        logits_processor=logits_processor,
+    )
+    return batch.pieces(CYCLES)
+
+
+def output_of(batch: Batch) -> Output:
+    """What a batch that is through has come to."""
+    rows = [row for row in batch.results if row is not None]
+    return Output(rows=rows, stats=stats_of(rows, batch.prefill_seconds, batch.seconds))
+
+
+def make_batch(
+    verifier: Verifier,
+    drafter: Drafter | None,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    rows: int,
+    capacity: int | None,
+    raw: bool,
+    speculation: Speculation | None,
+    sampling: Sampling | Sequence[Sampling],
+    logprobs: bool = False,
+    logits_processor: Hook | None = None,
+) -> Batch:
+    """The rows of `generate`, compiled and not yet filled; arguments and errors are its own."""
     if not prompts:
         raise RequestError("there are no prompts")
     if max_new_tokens < 1 or rows < 1:
         raise RequestError(f"max_new_tokens {max_new_tokens} and rows {rows} must be at least 1")
-    stages = DecodeStages(verifier=verifier, drafter=drafter, speculation=speculation)
-    texts = [encode_prompt(verifier, prompt, raw) for prompt in prompts]
-    capacity = _checked_capacity(texts, max_new_tokens, capacity, stages)
-    rows = min(rows, len(texts))
-
-    state = stages.make_state(rows, capacity)
-    state = _compile(stages, state)
-    waiting = collections.deque(range(len(texts)))
-    seated: list[int | None] = [None] * rows
-    results: list[Row | None] = [None] * len(texts)
-    prefill_seconds = seconds = 0.0
-    while waiting or any(index is not None for index in seated):
-        clock = time.perf_counter()
-        for row, index in enumerate(seated):
-            if index is None and waiting:
-                seated[row] = index = waiting.popleft()
-                state = seat(stages, state, row, texts[index], max_new_tokens)
-        state = dataclasses.replace(state, waiting=jnp.asarray(bool(waiting)))
-        jax.block_until_ready(state.length)
-        prefill_seconds += time.perf_counter() - clock
-        clock = time.perf_counter()
-        state = run(stages, state, jnp.asarray(max_new_tokens, jnp.int32))
-        done = np.asarray(state.done)
-        seconds += time.perf_counter() - clock
-        for row, index in enumerate(seated):
-            if index is not None and done[row]:
-                results[index] = _harvest(verifier, state, row, len(texts[index]))
-                seated[row] = None
-        if progress is not None:
-            progress(sum(result is not None for result in results))
-    rows_out = [row for row in results if row is not None]
-    return Output(rows=rows_out, stats=stats_of(rows_out, prefill_seconds, seconds))
+    samplings = _samplings(sampling, len(prompts))
+    for each in samplings:
+        if (each.max_new_tokens or max_new_tokens) < each.min_new_tokens:
+            raise RequestError(
+                f"max_new_tokens {max_new_tokens} is below sampling min_new_tokens "
+                f"{each.min_new_tokens}; raise one or lower the other"
+            )
+    stages = make_stages(verifier, drafter, speculation, samplings, logprobs, logits_processor)
+    keys = [jax.random.key(each.seed) for each in samplings]
+    if isinstance(sampling, Sampling):
+        keys = [jax.random.fold_in(key, i) for i, key in enumerate(keys)]
+    seats = [
+        Seat(
+            encode_prompt(verifier, prompt, raw),
+            each,
+            key,
+            each.max_new_tokens or max_new_tokens,
+        )
+        for prompt, each, key in zip(prompts, samplings, keys, strict=True)
+    ]
+    capacity = _checked_capacity(seats, capacity, stages)
+    return Batch(stages, seats, rows, capacity, verifier.tokenizer)
 
 
-def _checked_capacity(texts, max_new_tokens, capacity, stages: DecodeStages) -> int:
+def make_stages(
+    verifier: Verifier,
+    drafter: Drafter | None,
+    speculation: Speculation | None,
+    samplings: Sequence[Sampling],
+    logprobs: bool = False,
+    logits_processor: Hook | None = None,
+) -> DecodeStages:
+    """Decoding's stages for some requests; arguments and errors are those of `generate`."""
+    if speculation is None:
+        speculation = recommended_speculation(drafter)
+    if drafter is not None and speculation.topk > drafter.config.draft_vocab_size:
+        raise RequestError(
+            f"speculation topk {speculation.topk} passes the drafter's vocabulary of "
+            f"{drafter.config.draft_vocab_size}"
+        )
+    for each in samplings:
+        check_sampling(each, verifier)
+    plan = plan_of(samplings, logprobs, logits_processor)
+    return DecodeStages(verifier=verifier, drafter=drafter, speculation=speculation, plan=plan)
+
+
+def _samplings(sampling: Sampling | Sequence[Sampling], prompts: int) -> list[Sampling]:
+    """One a prompt.
+
+    Raises:
+        RequestError: their number is another.
+    """
+    if isinstance(sampling, Sampling):
+        return [sampling] * prompts
+    if len(sampling) != prompts:
+        raise RequestError(f"{len(sampling)} samplings were given for {prompts} prompts")
+    return list(sampling)
+
+
+def check_sampling(sampling: Sampling, verifier: Verifier) -> None:
+    """Refuse settings that this verifier cannot serve.
+
+    Raises:
+        RequestError: tokens outside the vocabulary, or stop texts without a tokenizer.
+    """
+    v = verifier.config.vocab_size
+    ids = [*sampling.stop_tokens, *(token for token, _ in sampling.logit_bias)]
+    outside = [token for token in ids if not 0 <= token < v]
+    if outside:
+        raise RequestError(f"sampling names tokens {outside} outside the vocabulary of {v}")
+    if sampling.stop and verifier.tokenizer is None:
+        raise RequestError(
+            f"stop texts need a tokenizer, and {verifier.name} has none: {verifier.no_tokenizer}"
+        )
+
+
+def _checked_capacity(seats: Sequence[Seat], capacity: int | None, stages: DecodeStages) -> int:
     """The capacity to use.
 
     Raises:
         CapacityError: the longest prompt does not fit it, or the model.
     """
-    longest = max(range(len(texts)), key=lambda i: len(texts[i]))
-    length, most = len(texts[longest]), stages.verifier.config.max_length
-    what = f"prompt {longest + 1}, of {length} tokens, and {max_new_tokens} new ones"
-    if length + max_new_tokens > most:
+    longest = max(range(len(seats)), key=lambda i: len(seats[i].tokens) + seats[i].new)
+    length, new = len(seats[longest].tokens), seats[longest].new
+    most = stages.verifier.config.max_length
+    what = f"prompt {longest + 1}, of {length} tokens, and {new} new ones"
+    if length + new > most:
         raise CapacityError(
             f"{what} pass the verifier's longest text of {most} tokens; shorten the prompt or "
             "lower max_new_tokens"
         )
-    needed = needed_capacity(length, max_new_tokens, stages)
+    needed = needed_capacity(length, new, stages)
     if capacity is None:
         return needed
     if capacity < needed:
@@ -262,58 +378,18 @@ def _checked_capacity(texts, max_new_tokens, capacity, stages: DecodeStages) -> 
             f"{what} need a capacity of {needed} slots (with {stages.slack()} for a cycle's own "
             f"nodes); found capacity {capacity}"
         )
-    step = max(BLOCK, CHUNK)
-    if capacity % step:
-        raise CapacityError(f"capacity {capacity} must be a multiple of {step}")
+    check_multiple(capacity)
     return capacity
 
 
-def _compile(stages: DecodeStages, state: DecodeState) -> DecodeState:
-    """Compile loop and prefill on the empty state, so that no clock sees it."""
-    zero, no = jnp.zeros((), jnp.int32), jnp.zeros((), bool)
-    state = run(stages, state, zero)
-    empty = jnp.zeros((CHUNK + 1,), jnp.int32)
-    return prefill_chunk(stages, state, zero, empty, zero, zero + 1, zero, no)
+def check_multiple(capacity: int) -> None:
+    """Refuse a capacity that is no whole number of chunks and blocks.
 
-
-def seat(
-    stages: DecodeStages, state: DecodeState, row: int, text: list[int], max_new_tokens: int
-) -> DecodeState:
-    """Read a prompt into a row, chunk by chunk; the row is live afterwards.
-
-    Args:
-        stages: verifier and drafter.
-        state: donated.
-        row: which.
-        text: the prompt's token ids; at least one.
-        max_new_tokens: where the row stops.
+    Raises:
+        CapacityError: it is not.
     """
-    limit = len(text) + max_new_tokens
-    for start in range(0, len(text), CHUNK):
-        chunk = text[start : start + CHUNK + 1]
-        padded = np.zeros((CHUNK + 1,), np.int32)
-        padded[: len(chunk)] = chunk
-        state = prefill_chunk(
-            stages,
-            state,
-            jnp.asarray(row, jnp.int32),
-            jnp.asarray(padded),
-            jnp.asarray(start, jnp.int32),
-            jnp.asarray(min(CHUNK, len(text) - start), jnp.int32),
-            jnp.asarray(limit, jnp.int32),
-            jnp.asarray(start + CHUNK >= len(text)),
-        )
-    return state
-
-
-def _harvest(verifier: Verifier, state: DecodeState, row: int, length: int) -> Row:
-    new = slice(length, int(state.end[row]))
-    tokens = np.asarray(state.tokens[row])[new].tolist()
-    drafted = np.asarray(state.drafted[row])[new].astype(bool).tolist()
-    text = None if verifier.tokenizer is None else verifier.tokenizer.decode(tokens)
-    accepted = tuple(int(i) for i in np.asarray(state.accepted[row]))
-    cycles = int(state.cycles[row])
-    return Row(tokens=tokens, drafted=drafted, text=text, cycles=cycles, accepted=accepted)
+    if capacity < STEP or capacity % STEP:
+        raise CapacityError(f"capacity {capacity} must be a multiple of {STEP}")
 
 
 def stats_of(rows: Sequence[Row], prefill_seconds: float, seconds: float) -> Stats:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from tyro.conf import Positional, UseAppendAction
 
 from checkpoints.drafters import read_manifest
@@ -21,7 +21,7 @@ from eagle3_jax.console import Answer, decode_table, eval_table, fields, pieces,
 from eagle3_jax.contracts import LoadError, RequestError
 from eagle3_jax.describe import describe_drafter, describe_library, describe_verifier
 from eagle3_jax.drafter import Drafter
-from eagle3_jax.generation import Output, generate
+from eagle3_jax.generation import CYCLES, Output, generate, make_batch, output_of
 from eagle3_jax.load import (
     find_drafter,
     load_drafter,
@@ -34,6 +34,8 @@ from eagle3_jax.verifier import Verifier
 
 Dtype = Literal["float32", "bfloat16"] | None
 Result = tuple[dict[str, Any], RenderableType]
+SamplingFlags = Annotated[Sampling, UseAppendAction]
+"""What is several is given one by one, so that no flag takes the prompts behind it."""
 
 RUNS = 3
 """Timed runs of each way of decoding in a comparison; the median one counts."""
@@ -46,20 +48,26 @@ class SpeculationFlags:
     Attributes:
         depth: tokens along one path; None is what the drafter's manifest recommends.
         topk: children a node gets; 1 is a chain.
-        nodes: drafted nodes kept, the root not counted.
+        nodes: drafted nodes kept, the root not counted; a tree of another depth or topk than the
+            recommended one has to name it.
+        sampled: draw candidates from the drafter, in place of its likeliest.
+        block: judge a chain of sampled candidates as a whole.
     """
 
     depth: int | None = None
     topk: int | None = None
     nodes: int | None = None
+    sampled: bool = False
+    block: bool = True
 
     def over(self, drafter: Drafter | None) -> Speculation:
         """What the drafter recommends, with what was given put over it."""
-        given = {key: value for key, value in vars(self).items() if value is not None}
+        unset = SpeculationFlags()
+        given = {k: value for k, value in vars(self).items() if value != getattr(unset, k)}
         if given and drafter is None:
             raise RequestError(f"speculation.{next(iter(given))} was given, but no drafter")
-        if given:
-            given.setdefault("nodes", None)  # the recommended number belongs to its own depth
+        if "depth" in given or "topk" in given:
+            given.setdefault("nodes", None)  # the recommended number belongs to its own shape
         return dataclasses.replace(recommended_speculation(drafter), **given)
 
 
@@ -96,7 +104,7 @@ class Decode:
     capacity: int | None = None
     raw: bool = False
     speculation: SpeculationFlags = SpeculationFlags()
-    sampling: Sampling = Sampling()
+    sampling: SamplingFlags = Sampling()
     compare_plain: bool = False
     plain_dtype: Dtype = None
     json: bool = False
@@ -124,7 +132,7 @@ class Decode:
             "raw": raw,
             "sampling": self.sampling,
         }
-        label = "plain" if drafter is None else f"speculation (depth {speculation.depth})"
+        label = "plain" if drafter is None else f"speculation ({shape_of(speculation)})"
         ways = {
             label: functools.partial(generate, verifier, drafter, speculation=speculation, **common)
         }
@@ -135,12 +143,21 @@ class Decode:
                 other = load_verifier(self.verifier, self.plain_dtype)
             ways["plain"] = functools.partial(generate, other, None, **common)
             dtypes["plain"] = str(other.dtype)
-        outputs = self._decode(ways, len(prompts))
+        answers: list[RenderableType] = []
+        if len(prompts) == 1 and sys.stdout.isatty() and not (self.json or self.compare_plain):
+            batch = make_batch(verifier, drafter, speculation=speculation, **common)
+            answer = Answer(prompts[0] + _gap(verifier, raw), ())
+            answer.live(Console(highlight=False), batch.pieces(CYCLES), verifier.tokenizer)
+            outputs = {label: output_of(batch)}
+        else:
+            outputs = self._decode(ways, len(prompts))
+            answers = self._answers(prompts, raw, verifier, outputs[label])
         found = as_json(list(outputs.values()), list(dtypes.values()))
         return found, Group(
-            *self._answers(prompts, raw, verifier, outputs[label]),
+            *answers,
             decode_table(
-                {name: (outputs[name].stats, dtypes[name]) for name in ways}, comparison(found)
+                {name: (outputs[name].stats, dtypes[name]) for name in ways},
+                comparison(found, speculation.sampled and self.sampling.temperature > 0),
             ),
         )
 
@@ -158,18 +175,22 @@ class Decode:
         return {name: median_run(found[rounds > 1 :]) for name, found in runs.items()}
 
     def _answers(self, prompts, raw, verifier: Verifier, output: Output) -> list[RenderableType]:
-        chat = verifier.tokenizer is not None and verifier.tokenizer.template is not None
-        end = "\n\n" if chat and not raw else ""
         many = len(prompts) > 1
         return [
             Answer(
-                prompt + end,
+                prompt + _gap(verifier, raw),
                 pieces(row, verifier.tokenizer),
                 f"prompt {i} of {len(prompts)}" if many else "",
                 legend=i == len(prompts),
             )
             for i, (prompt, row) in enumerate(zip(prompts, output.rows, strict=True), 1)
         ]
+
+
+def _gap(verifier: Verifier, raw: bool) -> str:
+    """What stands between a prompt and its new text: an answer begins a new paragraph."""
+    chat = verifier.tokenizer is not None and verifier.tokenizer.template is not None
+    return "\n\n" if chat and not raw else ""
 
 
 def _tell(show, before: int, total: int, done: int) -> None:
@@ -210,8 +231,21 @@ def as_json(outputs: Sequence[Output], dtypes: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def comparison(found: Mapping[str, Any]) -> list[str]:
-    """Lines on speed ratio and sameness, where plain decoding ran too."""
+def shape_of(speculation: Speculation) -> str:
+    """A chain or tree in a few words."""
+    depth = f"depth {speculation.depth}"
+    if speculation.topk == 1:
+        return depth
+    return f"{depth}, topk {speculation.topk}, nodes {speculation.nodes}"
+
+
+def comparison(found: Mapping[str, Any], sampled: bool = False) -> list[str]:
+    """Lines on speed ratio and sameness, where plain decoding ran too.
+
+    Args:
+        found: the JSON object.
+        sampled: candidates were drawn, so that the texts are other draws than plain decoding's.
+    """
     if "speedup" not in found:
         return []
     rows = found["rows"]
@@ -219,6 +253,8 @@ def comparison(found: Mapping[str, Any]) -> list[str]:
     which = "the tokens are the same" if same else "the tokens differ"
     if len(rows) > 1:
         which = f"the tokens are the same in {same} of {len(rows)} texts"
+    if sampled:
+        which += " (sampled candidates give another draw of the same distribution)"
     return [f"speed ratio {found['speedup']:.2f} (median of {RUNS} runs in turn); {which}"]
 
 
@@ -358,6 +394,7 @@ class Eval:
         max_new_tokens: of one answer.
         limit: conversations of a set; the first ones.
         speculation: what is drafted.
+        sampling: how tokens are chosen; conversation i draws from the seed plus i.
         json: one JSON object on standard output, all else on standard error.
     """
 
@@ -368,6 +405,7 @@ class Eval:
     max_new_tokens: int = 128
     limit: int | None = None
     speculation: SpeculationFlags = SpeculationFlags()
+    sampling: SamplingFlags = Sampling()
     json: bool = False
 
     def execute(self) -> Result:
@@ -389,6 +427,7 @@ class Eval:
                 sets,
                 max_new_tokens=self.max_new_tokens,
                 speculation=settings,
+                sampling=self.sampling,
                 limit=self.limit,
                 progress=show,
             )

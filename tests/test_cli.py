@@ -156,6 +156,30 @@ def test_decode_shows_text_and_figures(run, tmp_path):
     assert "speed ratio" in out and "the tokens " in out
 
 
+def test_decode_draws_with_trees(run):
+    sampling = {"temperature": 0.8, "top-k": 50, "top-p": 0.95, "seed": 3, "min-new-tokens": 4}
+    flags = [word for key, value in sampling.items() for word in (f"--sampling.{key}", value)]
+    several = ("--sampling.stop", "\n\n", "--sampling.stop", "qqq", "--sampling.logit-bias", 9, -2)
+    tree = ("--speculation.topk", 3, "--speculation.nodes", 7)
+    words = ("decode", *flags, *several, *tree, "def f", "abc", "--max-new-tokens", 8)
+    status, out, err = run(*words, "--compare-plain", "--json")
+    assert (status, err) == (0, "")
+    rows = json.loads(out)["rows"]
+    assert [row["same_tokens"] for row in rows] == [True, True]
+    assert rows[0]["tokens"] != rows[1]["tokens"]
+
+
+def test_the_comparison_says_what_it_compares():
+    found = {"speedup": 1.5, "rows": [{"same_tokens": True}, {"same_tokens": False}]}
+    line = "speed ratio 1.50 (median of 3 runs in turn); the tokens are the same in 1 of 2 texts"
+    assert verbs.comparison(found) == [line]
+    (line,) = verbs.comparison(found, sampled=True)
+    assert line.endswith("(sampled candidates give another draw of the same distribution)")
+    assert verbs.comparison({"rows": []}) == []
+    assert verbs.shape_of(Speculation(depth=3, topk=3, nodes=7)) == "depth 3, topk 3, nodes 7"
+    assert verbs.shape_of(Speculation(depth=3)) == "depth 3"
+
+
 def test_decode_plainly_from_the_default_prompt(run):
     status, out, err = run("decode", "--no-drafter", "--max-new-tokens", 3, "--json")
     assert (status, err) == (0, "")
@@ -224,11 +248,13 @@ def test_eval(run, tmp_path):
     for name in ("one", "two"):
         (tmp_path / f"{name}.jsonl").write_text('{"turns": ["def f", "abc"]}\n{"prompt": "x"}\n')
     files = ("--prompts", tmp_path / "one.jsonl", tmp_path / "two.jsonl")
-    words = ("eval", *files, "--max-new-tokens", 5, "--limit", 1)
+    drawn = ("--sampling.temperature", 0.9, "--sampling.min-new-tokens", 3)
+    words = ("eval", *files, "--max-new-tokens", 5, "--limit", 1, *drawn)
     status, out, err = run(*words, "--json")
     assert (status, err) == (0, "")
     found = json.loads(out)
     assert set(found) == {"sets", "mean"} and set(found["sets"]) == {"one", "two"}
+    assert found["mean"]["same_tokens"] == 1.0
     wanted = {"accept_length", "acceptance_by_depth", "tokens_per_second"}
     wanted |= {"plain_tokens_per_second", "speedup"}
     for figures in (*found["sets"].values(), found["mean"]):
@@ -354,9 +380,30 @@ def test_unknown_names(refused, pair, tmp_path):
         (["decode", "abc", "--speculation.dept", "3"], "did you mean --speculation.depth?"),
         (["decode", "abc", "--dtype", "int8"], "invalid choice 'int8'"),
         (["decode", "abc", "--speculation.depth", "99"], "depth 99 is outside 0 to 16"),
-        (["decode", "abc", "--speculation.topk", "2"], "topk 2: this version drafts chains"),
-        (["decode", "abc", "--sampling.temperature", "1"], "decodes greedily"),
-        (["decode", "abc", "--sampling.temperature", "-1"], "must be 0 or more"),
+        (["decode", "abc", "--speculation.topk", "2"], "depth 3 and topk 2 needs nodes"),
+        (["decode", "abc", "--speculation.topk", "17"], "topk 17 is outside 1 to 16"),
+        (["decode", "abc", "--speculation.nodes", "5"], "a chain (topk 1) of depth 3 has 3 nodes"),
+        (
+            ["decode", "abc", "--speculation.topk", "2", "--speculation.nodes", "11"],
+            "a tree of depth 3 and topk 2 keeps 3 to 10 nodes",
+        ),
+        (["decode", "abc", "--no-drafter", "--speculation.sampled"], "but no drafter"),
+        (["decode", "abc", "--sampling.temperature", "-1"], "temperature -1.0 must be 0"),
+        (["decode", "abc", "--sampling.temperature", "nan"], "temperature nan must be 0"),
+        (["decode", "abc", "--sampling.top-p", "0"], "top_p 0.0 must be above 0 and at most 1"),
+        (["decode", "abc", "--sampling.top-p", "2"], "top_p 2.0 must be above 0 and at most 1"),
+        (["decode", "abc", "--sampling.min-p", "2"], "min_p 2.0 must be between 0 and 1"),
+        (["decode", "abc", "--sampling.top-k", "-1"], "top_k -1 must be 0 (off) or more"),
+        (["decode", "abc", "--sampling.stop", ""], "must be texts that are not empty"),
+        (["decode", "abc", "--sampling.stop-tokens", "64"], "[64] outside the vocabulary of 64"),
+        (["decode", "abc", "--sampling.logit-bias", "-1", "2"], "[-1] outside the vocabulary"),
+        (["decode", "abc", "--sampling.logit-bias", "1"], "--sampling.logit-bias"),
+        (
+            ["decode", "abc", "--sampling.min-new-tokens", "9", "--max-new-tokens", "8"],
+            "max_new_tokens 8 is below sampling min_new_tokens 9",
+        ),
+        (["eval", "--prompts", "a.jsonl", "--sampling.top-p", "2"], "top_p 2.0 must be above 0"),
+        (["eval", "--prompts", "a.jsonl", "--sampling.stop-tokens", "64"], "[64] outside the voca"),
         (["decode", "abc", "--no-drafter", "--compare-plain"], "leave out --compare-plain"),
         (["decode", "abc", "--no-drafter", "--drafter", "x"], "leave out --drafter"),
         (["decode", "abc", "--no-drafter", "--speculation.depth", "2"], "but no drafter"),
@@ -429,6 +476,10 @@ def test_settings_go_over_the_recommended():
     assert SpeculationFlags().over(drafter) == Speculation(depth=5, nodes=5)
     assert SpeculationFlags(depth=2).over(drafter) == Speculation(depth=2)
     assert SpeculationFlags().over(None) == Speculation(depth=0)
+    assert SpeculationFlags(sampled=True).over(drafter) == Speculation(5, nodes=5, sampled=True)
+    assert SpeculationFlags(block=False).over(drafter) == Speculation(5, nodes=5, block=False)
+    tree = SpeculationFlags(topk=2, nodes=8).over(drafter)
+    assert tree == Speculation(depth=5, topk=2, nodes=8)
     with pytest.raises(RequestError, match="depth was given, but no drafter"):
         SpeculationFlags(depth=2).over(None)
     flags = {field.name for field in dataclasses.fields(SpeculationFlags)}

@@ -13,6 +13,7 @@ FLOORS = [
     + ("eagle3_jax.templates", "eagle3_jax.tokenizer"),
     ("eagle3_jax.verifier", "eagle3_jax.drafter", "eagle3_jax.forest"),
     ("eagle3_jax.loop", "eagle3_jax.load", "eagle3_jax.testing"),
+    ("eagle3_jax.batch",),
     ("eagle3_jax.generation",),
     ("eagle3_jax.training",),
     ("eagle3_jax",),

@@ -24,9 +24,11 @@ import numpy as np
 import pytest
 
 from eagle3_jax import testing
-from eagle3_jax.configs import ExpertsConfig, RopeConfig, Speculation, VerifierConfig
-from eagle3_jax.contracts import DIMENSIONS, FeatureSpec
+from eagle3_jax.configs import ExpertsConfig, RopeConfig, Sampling, Speculation, VerifierConfig
+from eagle3_jax.contracts import DIMENSIONS, DraftHidden, FeatureSpec
 from eagle3_jax.drafter import Drafter
+from eagle3_jax.drafter.drafter import Roots
+from eagle3_jax.forest.processing import Plan
 from eagle3_jax.layers import Linear, Mlp, RmsNorm
 from eagle3_jax.loop.decode import DecodeStages, DecodeState
 from eagle3_jax.verifier import Verifier
@@ -41,7 +43,7 @@ PACKAGES = ("eagle3_jax", "kernels_pallas", "sharding", "checkpoints")
 SIZES = {
     **{"b": 2, "t": 15, "r": 3, "w": 5, "u": 5, "n": 15, "p": 6, "c": 9, "s": 16, "rows": 3},
     **{"d": 32, "f": 96, "m": 24, "h": 4, "k": 2, "hd": 8, "hv": 7, "l": 4, "v": 64, "dv": 40},
-    **{"e": 8, "x": 3, "i": 12, "a": 34, "z": 24},
+    **{"e": 8, "x": 3, "i": 12, "a": 34, "z": 24, "g": 11},
 }
 FIELD_SIZES = {**SIZES, "hv": SIZES["hd"]}
 """Of caches and their like, which belong to models whose heads have one width."""
@@ -69,6 +71,9 @@ OF_TYPE: dict[Any, Callable[[], Any]] = {
     float: lambda: 1.0,
     str: lambda: "text",
     tuple[int, ...]: lambda: (1, 2),
+    list[int]: lambda: [1, 2],
+    Sampling: lambda: Sampling(),
+    Plan: lambda: Plan(drawn=True, most_kept=2, top_p=True, min_p=True, penalty=True),
     FeatureSpec: lambda: DRAFTER.spec,
     RopeConfig: lambda: RopeConfig(),
     VerifierConfig: lambda: LLAMA.config,
@@ -88,10 +93,24 @@ OF_TYPE: dict[Any, Callable[[], Any]] = {
     Experts: lambda: DEEPSEEK.experts,
 }
 
+
+def one_root() -> Roots:
+    """Of every row, as decoding has it."""
+    b, zero = SIZES["b"], jnp.zeros((SIZES["b"], 1), jnp.int32)
+    context = DRAFTER.make_cache(b, SIZES["s"])
+    return Roots(positions=zero, lo=zero, hi=zero, context=context)
+
+
 # Arguments that only one function wants so.
 ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
     "eagle3_jax.verifier.attention.attend_and_keep": {"cache": lambda: None},
     "eagle3_jax.layers.stacked": {"make": lambda: lambda key: Linear(key, 2, 2)},
+    "eagle3_jax.forest.trees.grow_tree": {
+        "embed": lambda: LLAMA.embed,
+        "hidden": lambda: DraftHidden(array=jnp.zeros((SIZES["b"], 1, SIZES["m"]))),
+        "roots": one_root,
+        "speculation": lambda: Speculation(depth=2, topk=2, nodes=3),
+    },
     "eagle3_jax.loop.decode.write_tokens": {"live": lambda: jnp.ones((SIZES["b"],), bool)},
     "eagle3_jax.verifier.decoder.Layer.__call__": {"experts": lambda: None},
     "eagle3_jax.verifier.decoder.Verifier.score": {"boundaries": lambda: (1, 2)},
@@ -257,6 +276,8 @@ def field(annotation: Any) -> Any:
     if array is None:
         return make(annotation)
     value = right(array, None, FIELD_SIZES)
+    if value.dtype == KEY.dtype:
+        return jax.random.split(KEY, value.shape)
     return jnp.zeros(value.shape, value.dtype)
 
 
@@ -278,7 +299,7 @@ def arguments(signature: Signature) -> tuple[Any, dict[str, Any], dict[str, Any]
     return owner, fixed, arrays
 
 
-def trace(signature: Signature, owner: Any, fixed: dict, arrays: dict) -> Any:
+def trace(signature: Signature, owner: Any, fixed: dict, arrays: dict) -> None:
     """Call a signature as far as types, shapes and dtypes go."""
     call: Callable = signature.call
     if signature.name.endswith(".__init__"):
@@ -288,9 +309,14 @@ def trace(signature: Signature, owner: Any, fixed: dict, arrays: dict) -> Any:
         call = getattr(owner, signature.name.rpartition(".")[2])
     traced = {k: v for k, v in arrays.items() if not isinstance(v, np.ndarray)}
     fixed = {**arrays, **fixed}
-    if not traced:
-        return call(**fixed)
-    return jax.eval_shape(lambda traced: call(**{**fixed, **traced}), traced)
+
+    def go(traced):
+        call(**{**fixed, **traced})
+
+    if traced:
+        jax.eval_shape(go, traced)
+    else:
+        go({})
 
 
 def shared_axes(signature: Signature) -> set[str]:

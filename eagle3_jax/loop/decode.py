@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Num
 
 from eagle3_jax.caches import (
     UNROLLED_ROWS,
@@ -20,9 +20,27 @@ from eagle3_jax.caches import (
 from eagle3_jax.configs import Speculation
 from eagle3_jax.contracts import DraftHidden, FeatureSpec, VerifierFeatures
 from eagle3_jax.drafter.drafter import Drafter, Roots, context_pass
+from eagle3_jax.forest.drawing import (
+    Asked,
+    Drawn,
+    draft_weights,
+    judge_block,
+    walk,
+    walk_sampled,
+)
 from eagle3_jax.forest.growth import Choose, greedy, grow_chain
-from eagle3_jax.forest.judging import Verdict, judge_greedily
+from eagle3_jax.forest.judging import judge_greedily, likeliest
+from eagle3_jax.forest.processing import (
+    CANDIDATES,
+    Plan,
+    RowSettings,
+    draw,
+    empty_settings,
+    ends,
+    uniforms,
+)
 from eagle3_jax.forest.topology import Forest, chain
+from eagle3_jax.forest.trees import grow_tree
 from eagle3_jax.verifier.decoder import Verifier
 
 
@@ -46,6 +64,9 @@ class DecodeState(nnx.Pytree):
         limit: `end` at which the row stops.
         done: nothing more happens to the row.
         waiting: prompts wait for a row, so the loop stops as soon as one is done.
+        settings: how each row's tokens are chosen.
+        seen: tokens of each row's text; None where no row has a repetition penalty.
+        logprobs: of new tokens under the verifier's own distribution; None unasked.
         cycles: cycles the row was live in.
         accepted: cycles in which the node of each depth was accepted.
     """
@@ -61,6 +82,9 @@ class DecodeState(nnx.Pytree):
     limit: Int[Array, " b"] = nnx.data()
     done: Bool[Array, " b"] = nnx.data()
     waiting: Bool[Array, ""] = nnx.data()
+    settings: RowSettings = nnx.data()
+    seen: Bool[Array, "b v"] | None = nnx.data()
+    logprobs: Float[Array, "b s"] | None = nnx.data()
     cycles: Int[Array, " b"] = nnx.data()
     accepted: Int[Array, "b n"] = nnx.data()
 
@@ -88,18 +112,26 @@ class DecodeStages(nnx.Pytree):
         verifier: frozen.
         drafter: None for plain decoding, which runs the same code with nothing drafted.
         speculation: static.
-        choose: how a drafted token is chosen; static.
+        plan: what the rows ask for in all; static.
+        choose: how a drafted token is chosen; static. None is by the speculation: the likeliest, or
+            drawn.
     """
 
     verifier: Verifier = nnx.data()
     drafter: Drafter | None = nnx.data()
     speculation: Speculation = nnx.static()
-    choose: Choose = nnx.static(default=greedy)
+    plan: Plan = nnx.static(default=Plan())
+    choose: Choose | None = nnx.static(default=None)
 
     @property
     def depth(self) -> int:
         """Drafted nodes along a path; 0 without a drafter."""
         return 0 if self.drafter is None else self.speculation.depth
+
+    @property
+    def sampled(self) -> bool:
+        """Whether candidates are drawn; where no row draws, the likeliest are what they are."""
+        return self.speculation.sampled and self.plan.drawn
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -119,6 +151,7 @@ class DecodeStages(nnx.Pytree):
         """A state of empty rows, all done."""
         drafting = self.depth > 0
         path = self.depth + 1
+        v = self.verifier.config.vocab_size
 
         def zeros():
             return jnp.zeros((rows,), jnp.int32)
@@ -141,6 +174,9 @@ class DecodeStages(nnx.Pytree):
             limit=zeros(),
             done=jnp.ones((rows,), bool),
             waiting=jnp.zeros((), bool),
+            settings=empty_settings(rows, v, self.plan),
+            seen=jnp.zeros((rows, v), bool) if self.plan.penalty else None,
+            logprobs=jnp.zeros((rows, capacity)) if self.plan.logprobs else None,
             cycles=zeros(),
             accepted=jnp.zeros((rows, self.depth), jnp.int32),
         )
@@ -151,7 +187,7 @@ class DecodeStages(nnx.Pytree):
         return jnp.where(state.waiting, jnp.all(live), jnp.any(live))
 
     def draft(self, state: DecodeState) -> tuple[DecodeState, Forest]:
-        """Refresh the drafter's context with true features, then grow a chain from its last row."""
+        """Refresh the drafter's context with true features, then grow nodes from its last row."""
         b, s = state.tokens.shape
         root = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)[:, 0]
         if self.drafter is None or self.depth == 0:
@@ -174,20 +210,24 @@ class DecodeStages(nnx.Pytree):
             after=hidden.array,
         )
         last = jnp.maximum(state.length - state.draft_length - 1, 0)
-        drafted, logits = grow_chain(
-            self.drafter,
-            self.verifier.embed,
-            DraftHidden(array=jnp.take_along_axis(hidden.array, last[:, None, None], axis=1)),
-            Roots(
-                positions=state.length[:, None] - 1,
-                lo=jnp.zeros((b, 1), jnp.int32),
-                hi=state.length[:, None],
-                context=cache,
-            ),
-            self.depth,
-            self.choose,
+        hidden = DraftHidden(array=jnp.take_along_axis(hidden.array, last[:, None, None], axis=1))
+        roots = Roots(
+            positions=state.length[:, None] - 1,
+            lo=jnp.zeros((b, 1), jnp.int32),
+            hi=state.length[:, None],
+            context=cache,
         )
-        return dataclasses.replace(state, draft_cache=cache), chain(root, drafted, logits)
+        state = dataclasses.replace(state, draft_cache=cache)
+        embed = self.verifier.embed
+        settings = state.settings if self.sampled else None
+        if self.speculation.topk > 1:
+            forest = grow_tree(self.drafter, embed, hidden, root, roots, self.speculation, settings)
+            return state, forest
+        choose = self.choose or greedy
+        if settings is not None:
+            choose = drawn_chain(settings, state.length)
+        drafted, logits = grow_chain(self.drafter, embed, hidden, roots, self.depth, choose)
+        return state, chain(root, drafted, logits)
 
     def verify(self, state: DecodeState, forest: Forest) -> NodeScores:
         """One verifier pass over root and nodes."""
@@ -200,14 +240,34 @@ class DecodeStages(nnx.Pytree):
         assert rows is not None
         return NodeScores(logits=self.verifier.read_out(hidden[:, 0]), features=features, rows=rows)
 
-    def judge(self, state: DecodeState, forest: Forest, scores: NodeScores) -> Verdict:
-        """The greedy path and the bonus token."""
-        return judge_greedily(forest, scores.logits, self.depth)
+    def judge(self, state: DecodeState, forest: Forest, scores: NodeScores) -> Drawn:
+        """The accepted path and the token after it, by the rows' processed distributions."""
+        logits = scores.logits
+        if self.plan.plainly_greedy:
+            verdict = judge_greedily(forest, logits, self.depth)
+            return Drawn(verdict=verdict, seen=None, logprobs=None)
+        asked = Asked(
+            settings=state.settings,
+            plan=self.plan,
+            eos=self.verifier.config.eos_tokens,
+            length=state.length + 1,
+            seen=state.seen,
+            live=jnp.logical_not(state.done),
+            text=None if self.plan.hook is None else state.tokens,
+        )
+        if self.depth == 0 or not self.sampled:
+            return walk(forest, logits, asked, self.depth)
+        assert self.drafter is not None
+        vocabulary = self.drafter.vocabulary[...]
+        if self.speculation.topk == 1 and self.speculation.block:
+            return judge_block(forest, logits, vocabulary, asked)
+        return walk_sampled(forest, logits, vocabulary, asked, self.depth)
 
     def commit(
-        self, state: DecodeState, forest: Forest, scores: NodeScores, verdict: Verdict
+        self, state: DecodeState, forest: Forest, scores: NodeScores, drawn: Drawn
     ) -> DecodeState:
         """Write the accepted rows and tokens; end the rows that are through."""
+        verdict = drawn.verdict
         live = jnp.logical_not(state.done)
         path, count = verdict.path, verdict.count
         b, p = path.shape
@@ -220,19 +280,25 @@ class DecodeStages(nnx.Pytree):
         new = jnp.where(slot == count[:, None] - 1, verdict.bonus[:, None], after)
         drafted = (slot < count[:, None] - 1).astype(jnp.int8)
         inside = slot < count[:, None]
-        ends = ends_text(new, self.verifier.config.eos_tokens) & inside
-        until_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1).astype(jnp.int32), p)
+        last = ends(new, self.verifier.config.eos_tokens, state.settings) & inside
+        until_end = jnp.where(jnp.any(last, axis=1), jnp.argmax(last, axis=1).astype(jnp.int32), p)
         emitted = jnp.minimum(jnp.minimum(count, until_end + 1), state.limit - state.end)
         end = jnp.where(live, state.end + emitted, state.end)
-        ended = jnp.any(ends & (slot < emitted[:, None]), axis=1)
+        ended = jnp.any(last & (slot < emitted[:, None]), axis=1)
         accepted = slot[:, 1:] < count[:, None]
         pending = None
         if scores.features is not None and state.pending is not None:
             pending = jnp.take_along_axis(scores.features, path[..., None], axis=1)
             pending = jnp.where(live[:, None, None], pending, state.pending)
+        logprobs = state.logprobs
+        if logprobs is not None:
+            assert drawn.logprobs is not None
+            logprobs = write_tokens(logprobs, drawn.logprobs, state.length + 1, live)
         return dataclasses.replace(
             state,
             tokens=write_tokens(state.tokens, new, state.length + 1, live),
+            seen=drawn.seen,
+            logprobs=logprobs,
             drafted=write_tokens(state.drafted, drafted, state.length + 1, live),
             length=jnp.where(live, state.length + count, state.length),
             draft_length=jnp.where(live, state.length, state.draft_length),
@@ -245,18 +311,31 @@ class DecodeStages(nnx.Pytree):
         )
 
 
-def ends_text(tokens: Int[Array, "*lead"], eos: tuple[int, ...]) -> Bool[Array, "*lead"]:
-    """Which tokens end a text."""
-    out = jnp.zeros(tokens.shape, bool)
-    for token in eos:
-        out = out | (tokens == token)
-    return out
+def drawn_chain(settings: RowSettings, length: Int[Array, " b"]) -> Choose:
+    """Candidates of a chain drawn from the drafter at each row's temperature.
+
+    Args:
+        settings: of the rows; a greedy row's candidate is the likeliest.
+        length: of each row's committed text, so that a node of depth 1 has the position after it.
+    """
+
+    def choose(logits, depth):
+        likeliest_ids = likeliest(logits)
+        weights = draft_weights(logits, settings)[:, 0]
+        position = length + depth
+        # By depth too: block verification looks at nodes past the accepted path, and a position's
+        # draw in the next cycle must not be the one that was looked at in this.
+        coin = uniforms(settings.key, position, jnp.full_like(position, CANDIDATES) + depth)
+        warm = settings.temperature > 0
+        return jnp.where(warm[:, None], draw(weights, coin)[:, None], likeliest_ids)
+
+    return choose
 
 
 def write_tokens(
-    tokens: Int[Array, "b s"], new: Int[Array, "b p"], start: Int[Array, " b"], live
-) -> Int[Array, "b s"]:
-    """Write a few tokens (or flags of tokens) at each live row's own place."""
+    tokens: Num[Array, "b s"], new: Num[Array, "b p"], start: Int[Array, " b"], live
+) -> Num[Array, "b s"]:
+    """Write a few tokens (or what belongs to tokens) at each live row's own place."""
 
     def put(i, tokens):
         p = new.shape[1]

@@ -11,11 +11,12 @@ from jaxtyping import Bool, Int
 from eagle3_jax.caches import Rows, block_scope, causal, write_rows
 from eagle3_jax.contracts import VerifierFeatures
 from eagle3_jax.drafter.drafter import context_pass
-from eagle3_jax.forest.judging import likeliest
-from eagle3_jax.loop.decode import DecodeStages, DecodeState, ends_text
+from eagle3_jax.forest.drawing import Asked, choose
+from eagle3_jax.forest.processing import RowSettings, adjusted, ends
+from eagle3_jax.loop.decode import DecodeStages, DecodeState
 
 CHUNK = 128
-"""Tokens of one chunk; a capacity is a multiple of it, so that no chunk runs over."""
+"""Tokens of one chunk; a capacity is a multiple of it."""
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
@@ -39,7 +40,8 @@ def prefill_chunk(
         state: donated.
         row: which row.
         tokens: the chunk and the token after it, CHUNK + 1 in all; zeros past the prompt's end.
-        start: position of the chunk's first token; a multiple of CHUNK.
+        start: position of the chunk's first token; the row has all before it, and `start + CHUNK`
+            does not pass the capacity.
         count: how many of the chunk's tokens are the prompt's.
         limit: length of text at which the row stops.
         last: whether the prompt ends with this chunk; then the row becomes live.
@@ -53,9 +55,35 @@ def prefill_chunk(
     assert rows is not None
     cache = write_rows(state.cache, rows, start[None], row, after=hidden)
     final = jax.lax.dynamic_slice_in_dim(hidden[:, 0], count - 1, 1, axis=1)
-    first = likeliest(verifier.read_out(final)[0, 0])
-
+    logits = verifier.read_out(final)[:, 0]
+    one = row_settings(state.settings, row)
+    seen = state.seen
+    if seen is not None:
+        v = seen.shape[1]
+        here = jnp.where(offset[0] < count, tokens[:c], v)
+        own = jnp.where(start == 0, False, jax.lax.dynamic_slice_in_dim(seen, row, 1)[0])
+        own = own.at[here].set(True, mode="drop")
+        seen = seen.at[row].set(own)
+    length = (start + count)[None]
     text = jax.lax.dynamic_update_slice(state.tokens, chunk, (row, start))
+    asked = Asked(
+        settings=one,
+        plan=stages.plan,
+        eos=verifier.config.eos_tokens,
+        length=length,
+        seen=None if seen is None else jax.lax.dynamic_slice_in_dim(seen, row, 1),
+        live=jnp.ones((1,), bool),
+        text=None if stages.plan.hook is None else jax.lax.dynamic_slice_in_dim(text, row, 1),
+    )
+    scores = adjusted(logits, one, stages.plan, asked.eos, length, asked.seen, asked.text)
+    first = choose(scores, asked, length)[0]
+    logprobs = state.logprobs
+    if logprobs is not None:
+        own = jax.nn.log_softmax(logits[0])[first]
+        logprobs = logprobs.at[row, start + count].set(own)
+    if seen is not None:
+        seen = seen.at[row, first].set(seen[row, first] | last)
+
     end = start + count + 1
     text = text.at[row, end - 1].set(jnp.where(last, first, tokens[count]))
     drafted = state.drafted.at[row, end - 1].set(0)
@@ -84,7 +112,7 @@ def prefill_chunk(
         """`values` with the row's entry replaced, on the last chunk."""
         return values.at[row].set(jnp.where(last, new, values[row]))
 
-    stop = ends_text(first, verifier.config.eos_tokens) | (end >= limit)
+    stop = ends(first[None, None], verifier.config.eos_tokens, one)[0, 0] | (end >= limit)
     return dataclasses.replace(
         state,
         tokens=text,
@@ -97,6 +125,13 @@ def prefill_chunk(
         end=at_row(state.end, end),
         limit=at_row(state.limit, limit),
         done=at_row(state.done, stop),
+        seen=seen,
+        logprobs=logprobs,
         cycles=at_row(state.cycles, 0),
         accepted=at_row(state.accepted, 0),
     )
+
+
+def row_settings(settings: RowSettings, row: Int[Array, ""]) -> RowSettings:
+    """The settings of one row, b = 1."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), settings)

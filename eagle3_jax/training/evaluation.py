@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_jax.configs import Speculation
+from eagle3_jax.configs import Sampling, Speculation
 from eagle3_jax.contracts import CapacityError, RequestError
 from eagle3_jax.drafter import Drafter
 from eagle3_jax.generation import (
@@ -77,6 +77,7 @@ def evaluate(
     *,
     max_new_tokens: int = 128,
     speculation: Speculation | Mapping[str, Speculation] | None = None,
+    sampling: Sampling = Sampling(),
     plain: bool = True,
     limit: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -89,11 +90,13 @@ def evaluate(
     as concatenated text otherwise.
 
     Args:
-        verifier: decodes greedily.
+        verifier: whose answers they are.
         drafters: by name.
         prompt_sets: conversations, by the set's name.
         max_new_tokens: of one answer.
         speculation: for all drafters, or by drafter; None is what each one's manifest recommends.
+        sampling: how tokens are chosen; the i-th conversation of a set draws from the seed plus i,
+            with every drafter and plainly.
         plain: whether plain decoding is measured.
         limit: conversations of a set; the first ones.
         progress: called with the number of answers done and of all.
@@ -102,8 +105,8 @@ def evaluate(
         For one drafter `{"sets": {NAME: figures}, "mean": figures}`, for several
         `{"drafters": {NAME: that}}`. Figures are `accept_length`, `acceptance_by_depth` (both from
         sums over the set), `tokens_per_second` and, with `plain`, `plain_tokens_per_second`,
-        `speedup`, `same_tokens` (share of the answers equal to plain decoding's); `mean` is the
-        plain mean over sets.
+        `speedup`, `same_tokens` (share of the answers equal to plain decoding's, of which sampled
+        candidates give other draws); `mean` is the plain mean over sets.
 
     Raises:
         RequestError: no drafter, no set, or a prompt that cannot be served.
@@ -122,9 +125,11 @@ def evaluate(
         settings = dict.fromkeys(drafters, speculation)
     else:
         settings = speculation
-    ways = {name: _Way(verifier, d, settings[name]) for name, d in drafters.items()}
+    max_new_tokens = sampling.max_new_tokens or max_new_tokens
+    sampling = dataclasses.replace(sampling, max_new_tokens=None)
+    ways = {name: _Way(verifier, d, settings[name], sampling) for name, d in drafters.items()}
     if plain:
-        ways = {PLAIN: _Way(verifier, None, Speculation(depth=0)), **ways}
+        ways = {PLAIN: _Way(verifier, None, Speculation(depth=0), sampling), **ways}
     answers = sum(len(row) for rows in sets.values() for row in rows)
     done = 0
 
@@ -150,6 +155,7 @@ class _Way:
     verifier: Verifier
     drafter: Drafter | None
     speculation: Speculation
+    sampling: Sampling
 
     def needs(self, length: int, new: int) -> int:
         """Cache slots for a prompt of `length` tokens."""
@@ -158,8 +164,9 @@ class _Way:
         )
         return needed_capacity(length, new, stages)
 
-    def decode(self, prompt: list[int], new: int, capacity: int) -> Output:
-        """One row's answer."""
+    def decode(self, prompt: list[int], new: int, capacity: int, number: int) -> Output:
+        """One row's answer, in the conversation of that number."""
+        seed = (self.sampling.seed + number) % 2**63
         return generate(
             self.verifier,
             self.drafter,
@@ -168,6 +175,7 @@ class _Way:
             rows=1,
             capacity=max(capacity, self.needs(len(prompt), new)),
             speculation=self.speculation,
+            sampling=[dataclasses.replace(self.sampling, seed=seed)],
         )
 
 
@@ -194,9 +202,10 @@ def _measure(
                 prompt = encode_prompt(verifier, conversation(verifier, turns[:count], answers))
                 if not any(outputs.values()):
                     for way in ways.values():  # compiles and warms up
-                        way.decode(prompt, min(new, 8), capacity)
+                        few = min(new, max(8, way.sampling.min_new_tokens))
+                        way.decode(prompt, few, capacity, number)
                 for way in order:
-                    outputs[way].append(ways[way].decode(prompt, new, capacity))
+                    outputs[way].append(ways[way].decode(prompt, new, capacity, number))
             except (CapacityError, RequestError) as error:
                 where = f"set {name}, conversation {number}, turn {count}"
                 raise type(error)(f"{where}: {error}") from None

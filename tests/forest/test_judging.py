@@ -1,4 +1,4 @@
-"""Greedy judging of random trees against a plain walk, and the shape of a chain."""
+"""Greedy judging of random trees against a plain walk, and the shapes of chains and trees."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.forest.judging import agree, judge_greedily
-from eagle3_jax.forest.topology import Forest, chain
+from eagle3_jax.forest.topology import Forest, chain, links, tree
 
 VOCABULARY, SLOTS, ROWS = 4, 9, 2
 DEPTH = SLOTS - 1
@@ -62,6 +62,8 @@ def walk(parents, tokens, best) -> list[int]:
 
 
 judge = jax.jit(judge_greedily, static_argnums=2)
+grown = jax.jit(tree, static_argnums=4)
+linked = jax.jit(links)
 
 
 @hypothesis.settings(max_examples=100)
@@ -114,6 +116,26 @@ def test_the_shape_of_a_chain():
         forest.ancestors, np.tril(np.ones((4, 4), bool))[None].repeat(2, 0)
     )
     assert forest.logits is logits
+
+
+@hypothesis.settings(max_examples=50)
+@hypothesis.given(rows=st.tuples(*[trees()] * ROWS))
+def test_the_shape_of_a_tree(rows):
+    """Ancestors by walks to the root; children in the order of their slots."""
+    wanted = forest_of(rows)
+    parts = (wanted.tokens[:, 1:], wanted.parents[:, 1:], wanted.depth[:, 1:])
+    forest = grown(wanted.tokens[:, 0], *parts, DEPTH)
+    for name in ("tokens", "parents", "depth", "ancestors"):
+        np.testing.assert_array_equal(getattr(forest, name), getattr(wanted, name))
+    first_child, next_sibling = linked(wanted.parents)
+    for row, (parents, _) in enumerate(rows):
+        for slot in range(SLOTS):
+            children, at = [], int(first_child[row, slot])
+            while at >= 0:
+                children.append(at)
+                at = int(next_sibling[row, at])
+            assert children == [s for s in range(1, SLOTS) if parents[s] == slot]
+        assert int(next_sibling[row, 0]) == -1
 
 
 def test_plain_decoding_is_a_chain_of_nothing():

@@ -11,8 +11,10 @@ import pytest
 
 import eagle3_jax.training.trainer as trainer
 from eagle3_jax import loop
-from eagle3_jax.configs import Speculation, TrainConfig
-from eagle3_jax.generation import generate, seat
+from eagle3_jax.batch import seat
+from eagle3_jax.configs import Sampling, Speculation, TrainConfig
+from eagle3_jax.forest.processing import plan_of
+from eagle3_jax.generation import generate
 from eagle3_jax.loop.decode import DecodeStages
 from eagle3_jax.loop.prefill import prefill_chunk
 from eagle3_jax.loop.run import run
@@ -75,6 +77,33 @@ def test_nothing_crosses_to_the_host_inside_the_loop(stages):
     assert int(state.cycles[1]) == 4
 
 
+def test_nothing_crosses_with_sampling_either():
+    """With every setting, drawn candidates and a tree: no host, no copy of a cache."""
+    sampling = Sampling(
+        **{"temperature": 0.9, "top_k": 200, "top_p": 0.9, "min_p": 0.01, "min_new_tokens": 9},
+        **{"repetition_penalty": 1.2, "logit_bias": ((3, 1.0),), "stop_tokens": (9,)},
+    )
+    stages = DecodeStages(
+        verifier=tiny_verifier("llama"),
+        drafter=tiny_drafter("llama"),
+        speculation=Speculation(depth=2, topk=3, nodes=6, sampled=True),
+        plan=plan_of([sampling], logprobs=True, hook=lambda scores, text, length: scores),
+    )
+    state = seat(stages, stages.make_state(ROWS, CAPACITY), 1, [5, 6, 7], 30, sampling)
+    n = jnp.asarray(4, jnp.int32)
+    compiled = run.lower(stages, state, n).compile()
+    text = compiled.as_text() or ""
+    for forbidden in ("outfeed", "infeed", "xla_python", "callback", " send(", " recv("):
+        assert forbidden not in text
+    for cache in jax.tree.leaves((state.cache, state.draft_cache)):
+        shape = ",".join(map(str, cache.shape))
+        assert f"f32[{shape}]" in text
+        assert not re.search(rf"f32\[{shape}\][^=\n]* copy\(", text), shape
+    with jax.transfer_guard("disallow"):
+        state = compiled(stages, state, n)
+    assert int(state.cycles[1]) == 4
+
+
 def compilations():
     """How many shapes loop and prefill have been compiled for."""
     functions: list[Any] = [run, prefill_chunk]
@@ -111,7 +140,7 @@ def test_decoding_and_learning_both_run_through_the_one_loop(monkeypatch, tmp_pa
         calls.append(type(stages).__name__)
         return run(stages, state, n)
 
-    monkeypatch.setattr(sys.modules["eagle3_jax.generation"], "run", counted)
+    monkeypatch.setattr(sys.modules["eagle3_jax.batch"], "run", counted)
     monkeypatch.setattr(trainer, "run_loop", counted)
     verifier, drafter = tiny_verifier("llama"), tiny_drafter("llama")
     generate(verifier, drafter, [[5, 6]], max_new_tokens=4, speculation=Speculation(depth=3))

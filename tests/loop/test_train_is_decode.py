@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eagle3_jax.drafter.drafter as drafter_module
+from eagle3_jax.batch import seat
 from eagle3_jax.configs import Speculation
 from eagle3_jax.contracts import VerifierFeatures
-from eagle3_jax.generation import seat
 from eagle3_jax.loop import run
 from eagle3_jax.loop.decode import DecodeStages
 from eagle3_jax.loop.learn import chain_logits
