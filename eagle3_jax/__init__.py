@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import checkpoints as checkpoints
     import kernels_pallas as kernels
     import sharding as sharding
+    from eagle3_jax.chat import Chat
     from eagle3_jax.configs import DrafterConfig, Sampling, Speculation, TrainConfig, VerifierConfig
     from eagle3_jax.contracts import (
         CapacityError,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
         VerifierFeatures,
     )
     from eagle3_jax.drafter import Drafter
-    from eagle3_jax.generation import generate
+    from eagle3_jax.generation import generate, stream
     from eagle3_jax.load import load_drafter, load_verifier, recommended_speculation
     from eagle3_jax.training.evaluation import evaluate
     from eagle3_jax.training.trainer import train
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CapacityError",
+    "Chat",
     "ContractError",
     "DraftHidden",
     "Drafter",
@@ -58,12 +60,14 @@ __all__ = [
     "load_verifier",
     "recommended_speculation",
     "sharding",
+    "stream",
     "train",
 ]
 
 _PACKAGES = {"checkpoints": "checkpoints", "sharding": "sharding", "kernels": "kernels_pallas"}
 _MARKED = ("checkpoints", "sharding")
 _MODULES = {
+    "eagle3_jax.chat": ("Chat",),
     "eagle3_jax.configs": (
         *("DrafterConfig", "Sampling", "Speculation", "TrainConfig", "VerifierConfig"),
     ),
@@ -72,7 +76,7 @@ _MODULES = {
         *("LoadError", "RequestError", "UnsupportedError", "VerifierFeatures"),
     ),
     "eagle3_jax.drafter": ("Drafter",),
-    "eagle3_jax.generation": ("generate",),
+    "eagle3_jax.generation": ("generate", "stream"),
     "eagle3_jax.load": ("load_drafter", "load_verifier", "recommended_speculation"),
     "eagle3_jax.training.evaluation": ("evaluate",),
     "eagle3_jax.training.trainer": ("train",),
