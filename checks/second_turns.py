@@ -2,7 +2,7 @@
 
 Rows of mt_bench with SmolLM2, decoded plainly in float32. Both turns go through `Chat`, where the
 second continues the caches of the first; `generate` reads the same conversation as token ids. A
-difference is shown with the verifier's gap between the two tokens.
+difference is shown with the verifier's gap between the two tokens. ARGS="mt_bench.jsonl --limit N".
 """
 
 import argparse
@@ -15,14 +15,13 @@ import jax.numpy as jnp
 import eagle3_jax as e3
 from eagle3_jax.generation import encode_prompt
 
-ROWS = Path(__file__).parents[2] / "shared" / "data" / "eval" / "mt_bench.jsonl"
 CAPACITY = 4096
 
 
 def main() -> int:
     """Print a line a conversation; 0 where all second turns are the same."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rows", type=Path, nargs="?", default=ROWS, help="a file of turns")
+    parser.add_argument("rows", type=Path, help='mt_bench.jsonl: {"turns": [text, text]} a line')
     parser.add_argument("--limit", type=int, default=20, help="conversations at most")
     parser.add_argument("--new", type=int, default=64, help="new tokens a turn")
     args = parser.parse_args()
