@@ -11,8 +11,9 @@ from jaxtyping import Bool, Int
 from eagle3_jax.caches import Rows, block_scope, causal, write_rows
 from eagle3_jax.contracts import VerifierFeatures
 from eagle3_jax.drafter.drafter import context_pass
-from eagle3_jax.forest.drawing import Asked, choose
-from eagle3_jax.forest.processing import RowSettings, adjusted, ends
+from eagle3_jax.forest.drawing import Asked, walk
+from eagle3_jax.forest.processing import RowSettings, ends
+from eagle3_jax.forest.topology import chain
 from eagle3_jax.loop.decode import DecodeStages, DecodeState
 
 CHUNK = 128
@@ -55,7 +56,7 @@ def prefill_chunk(
     assert rows is not None
     cache = write_rows(state.cache, rows, start[None], row, after=hidden)
     final = jax.lax.dynamic_slice_in_dim(hidden[:, 0], count - 1, 1, axis=1)
-    logits = verifier.read_out(final)[:, 0]
+    logits = verifier.read_out(final)
     one = row_settings(state.settings, row)
     seen = state.seen
     if seen is not None:
@@ -64,25 +65,27 @@ def prefill_chunk(
         own = jnp.where(start == 0, False, jax.lax.dynamic_slice_in_dim(seen, row, 1)[0])
         own = own.at[here].set(True, mode="drop")
         seen = seen.at[row].set(own)
-    length = (start + count)[None]
     text = jax.lax.dynamic_update_slice(state.tokens, chunk, (row, start))
+    # The prompt's last token is a root without nodes; the walk that judges moves on the last chunk.
     asked = Asked(
         settings=one,
         plan=stages.plan,
         eos=verifier.config.eos_tokens,
-        length=length,
+        length=(start + count)[None],
         seen=None if seen is None else jax.lax.dynamic_slice_in_dim(seen, row, 1),
-        live=jnp.ones((1,), bool),
+        live=last[None],
         text=None if stages.plan.hook is None else jax.lax.dynamic_slice_in_dim(text, row, 1),
     )
-    scores = adjusted(logits, one, stages.plan, asked.eos, length, asked.seen, asked.text)
-    first = choose(scores, asked, length)[0]
+    root = chain(jax.lax.dynamic_slice_in_dim(tokens, count - 1, 1), chunk[:, :0], None)
+    drawn = walk(root, logits, asked, 0)
+    first = drawn.verdict.bonus[0]
     logprobs = state.logprobs
     if logprobs is not None:
-        own = jax.nn.log_softmax(logits[0])[first]
-        logprobs = logprobs.at[row, start + count].set(own)
+        assert drawn.logprobs is not None
+        logprobs = logprobs.at[row, start + count].set(drawn.logprobs[0, 0])
     if seen is not None:
-        seen = seen.at[row, first].set(seen[row, first] | last)
+        assert drawn.seen is not None
+        seen = seen.at[row].set(drawn.seen[0])
 
     end = start + count + 1
     text = text.at[row, end - 1].set(jnp.where(last, first, tokens[count]))
