@@ -21,7 +21,7 @@ from rich.console import Console
 from checkpoints import families, hub
 from checkpoints.drafters import Manifest, write_drafter
 from checkpoints.tensors import read_json, read_tensors, write_json, write_tensors
-from eagle3_jax import load, testing, verbs
+from eagle3_jax import load, testing
 from eagle3_jax.cli import main
 from eagle3_jax.configs import DrafterConfig, RopeConfig, Speculation
 from eagle3_jax.console import Answer, pieces, progress
@@ -29,7 +29,10 @@ from eagle3_jax.contracts import FeatureSpec, RequestError
 from eagle3_jax.drafter import Drafter
 from eagle3_jax.generation import Row, generate
 from eagle3_jax.tokenizer import Tokenizer
-from eagle3_jax.verbs import SpeculationFlags, default_prompt
+from eagle3_jax.verbs import decode, info
+from eagle3_jax.verbs.common import SpeculationFlags, shape_of
+from eagle3_jax.verbs.decode import default_prompt
+from eagle3_jax.verbs.eval import slower
 from eagle3_jax.verifier import Verifier
 
 CONFIG = dataclasses.replace(testing.DEEPSEEK, rope=RopeConfig(interleaved=True))
@@ -172,12 +175,12 @@ def test_decode_draws_with_trees(run):
 def test_the_comparison_says_what_it_compares():
     found = {"speedup": 1.5, "rows": [{"same_tokens": True}, {"same_tokens": False}]}
     line = "speed ratio 1.50 (median of 3 runs in turn); the tokens are the same in 1 of 2 texts"
-    assert verbs.comparison(found) == [line]
-    (line,) = verbs.comparison(found, sampled=True)
+    assert decode.comparison(found) == [line]
+    (line,) = decode.comparison(found, sampled=True)
     assert line.endswith("(sampled candidates give another draw of the same distribution)")
-    assert verbs.comparison({"rows": []}) == []
-    assert verbs.shape_of(Speculation(depth=3, topk=3, nodes=7)) == "depth 3, topk 3, nodes 7"
-    assert verbs.shape_of(Speculation(depth=3)) == "depth 3"
+    assert decode.comparison({"rows": []}) == []
+    assert shape_of(Speculation(depth=3, topk=3, nodes=7)) == "depth 3, topk 3, nodes 7"
+    assert shape_of(Speculation(depth=3)) == "depth 3"
 
 
 def test_decode_plainly_from_the_default_prompt(run):
@@ -268,9 +271,9 @@ def test_eval(run, tmp_path):
 
 def test_eval_says_where_speculation_is_slower():
     sets = {"a": {"mean": {"speedup": 0.5}}, "b": {"mean": {"speedup": 0.9}}}
-    assert "the best drafter, b, is slower" in str(verbs.slower(sets))
-    assert "speculation is slower" in str(verbs.slower({"a": sets["a"]}))
-    assert verbs.slower({**sets, "c": {"mean": {"speedup": 1.2}}}) is None
+    assert "the best drafter, b, is slower" in str(slower(sets))
+    assert "speculation is slower" in str(slower({"a": sets["a"]}))
+    assert slower({**sets, "c": {"mean": {"speedup": 1.2}}}) is None
 
 
 def test_info(run):
@@ -437,13 +440,13 @@ def test_interrupt_files_and_warnings(run, monkeypatch):
     def stop(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(verbs.Info, "execute", stop)
+    monkeypatch.setattr(info.Info, "execute", stop)
     assert run("info") == (130, "", "eagle3: error: interrupted\n")
 
     def forbid(_):
         raise PermissionError(13, "Permission denied", "weights")
 
-    monkeypatch.setattr(verbs.Info, "execute", forbid)
+    monkeypatch.setattr(info.Info, "execute", forbid)
     assert run("info") == (2, "", "eagle3: error: weights: Permission denied\n")
 
     def warn(_):
@@ -452,7 +455,7 @@ def test_interrupt_files_and_warnings(run, monkeypatch):
         print("stray")
         return {"a": 1}, "shown"
 
-    monkeypatch.setattr(verbs.Info, "execute", warn)
+    monkeypatch.setattr(info.Info, "execute", warn)
     status, out, err = run("info", "--json")
     assert (status, json.loads(out)) == (0, {"a": 1})
     assert err == "eagle3: warning: acceptance may be lower\nstray\n"

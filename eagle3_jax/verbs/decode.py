@@ -1,0 +1,244 @@
+"""`eagle3 decode`: continue prompts, beside plain decoding where asked to."""
+
+import ast
+import dataclasses
+import functools
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console, Group, RenderableType
+from tyro.conf import Positional, UseAppendAction
+
+from eagle3_jax.configs import Sampling
+from eagle3_jax.console import Answer, decode_table, pieces, progress
+from eagle3_jax.contracts import RequestError
+from eagle3_jax.generation import CYCLES, Output, generate, make_batch, output_of
+from eagle3_jax.load import (
+    load_verifier,
+)
+from eagle3_jax.training.evaluation import pooled, reason
+from eagle3_jax.verbs.common import Dtype, Result, SamplingFlags, SpeculationFlags, load, shape_of
+from eagle3_jax.verifier import Verifier
+
+RUNS = 3
+"""Timed runs of each way of decoding in a comparison; the median one counts."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decode:
+    """Continue prompts with speculation.
+
+    Attributes:
+        prompt: texts to continue; some Python source where there is none.
+        prompt_file: files that each hold a prompt.
+        verifier: a folder or a bundled name.
+        drafter: a folder or a bundled name; None is the one that comes with the verifier.
+        no_drafter: plain decoding.
+        dtype: of weights and activations; None is what the drafter's manifest recommends.
+        max_new_tokens: a text stops there or at an end token.
+        rows: texts decoded side by side.
+        capacity: cache slots a row; None is what the longest prompt needs.
+        raw: do not put prompts through the chat template.
+        speculation: what is drafted.
+        sampling: how tokens are chosen.
+        compare_plain: decode plainly too, and compare tokens and speed.
+        plain_dtype: of plain decoding in the comparison; None is the same.
+        json: one JSON object on standard output, all else on standard error.
+    """
+
+    prompt: Positional[tuple[str, ...]] = ()
+    prompt_file: Annotated[tuple[tuple[Path, ...], ...], UseAppendAction] = ()
+    verifier: str = "tiny-kimi"
+    drafter: str | None = None
+    no_drafter: bool = False
+    dtype: Dtype = None
+    max_new_tokens: int = 128
+    rows: int = 8
+    capacity: int | None = None
+    raw: bool = False
+    speculation: SpeculationFlags = SpeculationFlags()
+    sampling: SamplingFlags = Sampling()
+    compare_plain: bool = False
+    plain_dtype: Dtype = None
+    json: bool = False
+
+    def execute(self) -> Result:
+        """Decode, and compare where asked to."""
+        if self.no_drafter and (self.drafter is not None or self.compare_plain):
+            other = "--compare-plain" if self.compare_plain else "--drafter"
+            raise RequestError(f"--no-drafter is plain decoding; leave out {other}")
+        if self.plain_dtype is not None and not self.compare_plain:
+            raise RequestError("--plain-dtype is for --compare-plain; give both")
+        prompts = [*self.prompt, *map(read_text, sum(self.prompt_file, ()))]
+        # The default prompt is the beginning of a file, not a message.
+        raw = self.raw or not prompts
+        prompts = prompts or [default_prompt()]
+        sources = () if self.no_drafter else (self.drafter,)
+        verifier, drafters = load(self.verifier, sources, self.dtype)
+        drafter = next(iter(drafters.values()), None)
+        speculation = self.speculation.over(drafter)
+        common = {
+            "prompts": prompts,
+            "max_new_tokens": self.max_new_tokens,
+            "rows": self.rows,
+            "capacity": self.capacity,
+            "raw": raw,
+            "sampling": self.sampling,
+        }
+        label = "plain" if drafter is None else f"speculation ({shape_of(speculation)})"
+        ways = {
+            label: functools.partial(generate, verifier, drafter, speculation=speculation, **common)
+        }
+        dtypes = {label: str(verifier.dtype)}
+        if self.compare_plain:
+            other = verifier
+            if self.plain_dtype not in (None, str(verifier.dtype)):
+                other = load_verifier(self.verifier, self.plain_dtype)
+            ways["plain"] = functools.partial(generate, other, None, **common)
+            dtypes["plain"] = str(other.dtype)
+        answers: list[RenderableType] = []
+        if len(prompts) == 1 and sys.stdout.isatty() and not (self.json or self.compare_plain):
+            batch = make_batch(verifier, drafter, speculation=speculation, **common)
+            answer = Answer(prompts[0] + _gap(verifier, raw), ())
+            answer.live(Console(highlight=False), batch.pieces(CYCLES), verifier.tokenizer)
+            outputs = {label: output_of(batch)}
+        else:
+            outputs = self._decode(ways, len(prompts))
+            answers = self._answers(prompts, raw, verifier, outputs[label])
+        found = as_json(list(outputs.values()), list(dtypes.values()))
+        return found, Group(
+            *answers,
+            decode_table(
+                {name: (outputs[name].stats, dtypes[name]) for name in ways},
+                comparison(found, speculation.sampled and self.sampling.temperature > 0),
+            ),
+        )
+
+    def _decode(self, ways: Mapping[str, Any], prompts: int) -> dict[str, Output]:
+        """Every way's output; of several runs in turn, after one to warm up, the median one."""
+        rounds = RUNS + 1 if self.compare_plain else 1
+        runs: dict[str, list[Output]] = {name: [] for name in ways}
+        total = rounds * len(ways) * prompts
+        with progress("decoding") as show:
+            for turn in range(rounds):
+                for i, (name, way) in enumerate(ways.items()):
+                    before = (turn * len(ways) + i) * prompts
+                    tell = functools.partial(_tell, show, before, total)
+                    runs[name].append(way(progress=tell))
+        return {name: median_run(found[rounds > 1 :]) for name, found in runs.items()}
+
+    def _answers(self, prompts, raw, verifier: Verifier, output: Output) -> list[RenderableType]:
+        many = len(prompts) > 1
+        return [
+            Answer(
+                prompt + _gap(verifier, raw),
+                pieces(row, verifier.tokenizer),
+                f"prompt {i} of {len(prompts)}" if many else "",
+                legend=i == len(prompts),
+            )
+            for i, (prompt, row) in enumerate(zip(prompts, output.rows, strict=True), 1)
+        ]
+
+
+def _gap(verifier: Verifier, raw: bool) -> str:
+    """What stands between a prompt and its new text: an answer begins a new paragraph."""
+    chat = verifier.tokenizer is not None and verifier.tokenizer.template is not None
+    return "\n\n" if chat and not raw else ""
+
+
+def _tell(show, before: int, total: int, done: int) -> None:
+    show(before + done, total)
+
+
+def median_run(runs: Sequence[Output]) -> Output:
+    """The run of median speed."""
+    return sorted(runs, key=lambda run: run.stats.tokens_per_second)[len(runs) // 2]
+
+
+def as_json(outputs: Sequence[Output], dtypes: Sequence[str]) -> dict[str, Any]:
+    """The JSON object of `decode`: of one way, or of speculation and plain decoding.
+
+    A row's counts are its own; its times are those of the whole run, in which its tokens a second
+    are its share.
+    """
+
+    def part(output: Output, i: int, dtype: str) -> dict[str, Any]:
+        stats = pooled([dataclasses.replace(output, rows=[output.rows[i]])])
+        return {
+            "tokens": output.rows[i].tokens,
+            "text": output.rows[i].text,
+            "stats": dataclasses.asdict(stats),
+            "dtype": dtype,
+        }
+
+    rows = [part(outputs[0], i, dtypes[0]) for i in range(len(outputs[0].rows))]
+    found: dict[str, Any] = {"rows": rows}
+    if len(outputs) > 1:
+        for i, row in enumerate(rows):
+            plain = part(outputs[1], i, dtypes[1])
+            del plain["text"]
+            row["plain"] = plain
+            row["same_tokens"] = row["tokens"] == plain["tokens"]
+        speeds = [output.stats.tokens_per_second for output in outputs]
+        found["speedup"] = speeds[0] / speeds[1] if speeds[1] else 0.0
+    return found
+
+
+def comparison(found: Mapping[str, Any], sampled: bool = False) -> list[str]:
+    """Lines on speed ratio and sameness, where plain decoding ran too.
+
+    Args:
+        found: the JSON object.
+        sampled: candidates were drawn, so that the texts are other draws than plain decoding's.
+    """
+    if "speedup" not in found:
+        return []
+    rows = found["rows"]
+    same = sum(row["same_tokens"] for row in rows)
+    which = "the tokens are the same" if same else "the tokens differ"
+    if len(rows) > 1:
+        which = f"the tokens are the same in {same} of {len(rows)} texts"
+    if sampled:
+        which += " (sampled candidates give another draw of the same distribution)"
+    return [f"speed ratio {found['speedup']:.2f} (median of {RUNS} runs in turn); {which}"]
+
+
+def read_text(path: Path) -> str:
+    """A prompt file.
+
+    Raises:
+        RequestError: it cannot be read, or is empty.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"prompt file {path} cannot be read: {reason(error)}") from None
+    if not text:
+        raise RequestError(f"prompt file {path} is empty: there is no token to continue from")
+    return text
+
+
+FALLBACK_PROMPT = '''import os
+
+
+def read_lines(path):
+    """Return the lines of a file, without their line breaks."""
+    with open(path) as file:
+'''
+
+
+def default_prompt() -> str:
+    """The beginning of a standard library module that tiny-kimi was not trained on."""
+    for name in ("glob.py", "sched.py"):
+        path = Path(sysconfig.get_paths()["stdlib"]) / name
+        try:
+            source = path.read_text(encoding="utf-8")
+            first = ast.parse(source).body[0]
+        except (OSError, ValueError, SyntaxError, IndexError):
+            continue
+        lines = source.splitlines(keepends=True)[first.end_lineno or 0 :]
+        return "".join(lines[:25]).lstrip("\n")
+    return FALLBACK_PROMPT

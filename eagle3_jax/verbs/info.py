@@ -1,0 +1,40 @@
+"""`eagle3 info`: versions, devices, backends; what a verifier or drafter is."""
+
+import dataclasses
+
+from eagle3_jax.console import fields
+from eagle3_jax.describe import describe_drafter, describe_library, describe_verifier
+from eagle3_jax.load import (
+    find_drafter,
+    load_drafter,
+    load_verifier,
+)
+from eagle3_jax.verbs.common import Result
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Info:
+    """Show versions, devices and backends, and what a verifier or drafter is.
+
+    Attributes:
+        verifier: a folder or a bundled name.
+        drafter: a folder or a bundled name; checked against the verifier where both are given.
+        json: one JSON object on standard output, all else on standard error.
+    """
+
+    verifier: str | None = None
+    drafter: str | None = None
+    json: bool = False
+
+    def execute(self) -> Result:
+        """Collect what there is to know."""
+        found = describe_library()
+        verifier = None
+        if self.verifier is not None:
+            verifier = load_verifier(self.verifier)
+            found["verifier"] = describe_verifier(verifier)
+        if self.drafter is not None:
+            if verifier is not None:
+                load_drafter(self.drafter, verifier)
+            found["drafter"] = describe_drafter(find_drafter(self.drafter), verifier)
+        return found, fields(found)

@@ -1,0 +1,68 @@
+"""`eagle3 train`: a drafter from training rows."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from eagle3_jax.configs import TrainConfig
+from eagle3_jax.console import fields
+from eagle3_jax.contracts import RequestError
+from eagle3_jax.load import (
+    load_drafter,
+    load_verifier,
+)
+from eagle3_jax.training.trainer import DrafterShape, train
+from eagle3_jax.verbs.common import Dtype, Result
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a drafter.
+
+    Attributes:
+        verifier: a folder or a bundled name.
+        data: training rows, a JSONL file.
+        run: the run's folder, e.g. runs/NAME; the drafter is written into it.
+        dtype: of the verifier's weights and activations.
+        boundaries: of the features the drafter is fed; None is 2, L // 2, L - 3.
+        train: how it is trained.
+        drafter: its sizes; what is None follows the verifier.
+        start: a drafter to start from, in place of a new one.
+        resume: go on from the run's last checkpoint.
+        json: one JSON object on standard output, all else on standard error.
+    """
+
+    verifier: str = "tiny-kimi"
+    data: Path
+    run: Path
+    dtype: Dtype = None
+    boundaries: tuple[int, ...] | None = None
+    train: TrainConfig = TrainConfig()
+    drafter: DrafterShape = DrafterShape()
+    start: str | None = None
+    resume: bool = False
+    json: bool = False
+
+    def execute(self) -> Result:
+        """Train to the end, or go on with a run."""
+        verifier = load_verifier(self.verifier, self.dtype)
+        start = None
+        if self.start is not None:
+            if self.boundaries is not None or self.drafter != DrafterShape():
+                raise RequestError(
+                    "--start takes sizes and boundaries of the drafter it names; leave out "
+                    "--boundaries and --drafter.*"
+                )
+            start = load_drafter(self.start, verifier)
+        found = train(
+            verifier,
+            self.data,
+            self.run,
+            self.train,
+            self.drafter,
+            self.boundaries,
+            progress=sys.stderr.isatty(),
+            resume=self.resume,
+            start=start,
+        )
+        return found, fields(found)
