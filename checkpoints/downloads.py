@@ -19,7 +19,7 @@ VERIFIER_FILES = (
     "tiktoken.model",
     "tokenizer.model",
 )
-DRAFTER_FILES = ("manifest.json", "model.safetensors")
+DRAFTER_FILES = ("manifest.json", "model*.safetensors", "model.safetensors.index.json")
 """What is fetched, from the top of a repository only: some keep a second copy in a folder."""
 
 

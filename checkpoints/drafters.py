@@ -1,10 +1,18 @@
-"""Drafter folders of ours: manifest.json beside model.safetensors, arrays by dotted path."""
+"""Drafter folders of ours: manifest.json beside model.safetensors, arrays by dotted path.
+
+Where files must stay small there are shards and an index in the place of model.safetensors, and an
+array larger than a shard lies in parts along its first axis, `head.kernel.1-of-2` and so on.
+"""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
-from checkpoints.tensors import Tensors, read_json, read_tensors, write_json, write_tensors
+import numpy as np
+
+from checkpoints.folders import Folder, write_folder
+from checkpoints.tensors import Tensors, read_json, some, write_json
 from eagle3_jax.configs import DrafterConfig, RopeConfig
 from eagle3_jax.contracts import Eagle3Error, FeatureSpec, LoadError
 
@@ -19,7 +27,9 @@ class Manifest:
     Attributes:
         config: the drafter's.
         spec: the features it was trained on.
-        recommended: `speculation` (depth, topk, nodes) and `dtype` that served it best.
+        recommended: what served it best: `speculation` (depth, topk, nodes; depth 0 where plain
+            decoding is faster), `dtype` of the pair, `plain_dtype` of plain decoding, and for the
+            reader `measured_on`.
         training: how it was trained, for the reader.
     """
 
@@ -62,15 +72,29 @@ def read_drafter(folder: Path) -> tuple[Manifest, Tensors]:
     """Manifest and arrays of a drafter folder.
 
     Raises:
-        LoadError: either is missing or damaged.
+        LoadError: either is missing or damaged, or parts of an array are.
     """
-    return read_manifest(folder), read_tensors(folder / "model.safetensors")
+    manifest, source = read_manifest(folder), Folder(folder)
+    return manifest, joined({name: source.read(name) for name in source.entries}, folder)
 
 
-def write_drafter(folder: Path, manifest: Manifest, arrays: Tensors) -> None:
-    """Write a drafter folder; each file is whole or absent, and the manifest comes last."""
+def write_drafter(
+    folder: Path, manifest: Manifest, arrays: Tensors, most_bytes: int | None = None
+) -> None:
+    """Write a drafter folder; each file is whole or absent, and the manifest comes last.
+
+    Args:
+        folder: made where missing.
+        manifest: what it says of itself.
+        arrays: by dotted path.
+        most_bytes: of a file's arrays, headers not counted; None is one file of any size.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / "model.safetensors", arrays)
+    if most_bytes is not None:
+        # Several files do not change in one instant: until all are there, the folder has no name.
+        (folder / "manifest.json").unlink(missing_ok=True)
+        arrays = cut(arrays, most_bytes)
+    write_folder(folder, arrays, most_bytes)
     write_json(
         folder / "manifest.json",
         {
@@ -82,3 +106,43 @@ def write_drafter(folder: Path, manifest: Manifest, arrays: Tensors) -> None:
             "training": manifest.training,
         },
     )
+
+
+def cut(arrays: Tensors, most_bytes: int) -> Tensors:
+    """Arrays of more bytes in parts along their first axis, a row of which is never cut."""
+    out = {}
+    for name, value in arrays.items():
+        if value.nbytes <= most_bytes or value.ndim == 0:
+            out[name] = value
+            continue
+        rows = max(most_bytes // value[0].nbytes, 1)
+        parts = [value[start : start + rows] for start in range(0, len(value), rows)]
+        out |= {f"{name}.{i}-of-{len(parts)}": part for i, part in enumerate(parts, 1)}
+    return out
+
+
+def joined(arrays: Tensors, folder: Path) -> Tensors:
+    """What `cut` was given.
+
+    Raises:
+        LoadError: parts are missing.
+    """
+    out, parts = {}, {}
+    for name, value in arrays.items():
+        if part := re.fullmatch(r"(.+)\.(\d{1,6})-of-(\d{1,6})", name):
+            parts.setdefault((part[1], int(part[3])), {})[int(part[2])] = value
+        else:
+            out[name] = value
+    for (name, count), found in parts.items():
+        if sorted(found) != list(range(1, len(found) + 1)) or len(found) != count:
+            raise LoadError(
+                f"{folder} holds of {some([name])}'s {count} parts only {some(map(str, found))}; "
+                "copy the folder again"
+            )
+        try:
+            out[name] = np.concatenate([found[i] for i in sorted(found)])
+        except ValueError as error:
+            raise LoadError(
+                f"{folder}: the parts of {some([name])} do not fit together: {error}"
+            ) from None
+    return out

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from checkpoints.sources import Entry
-from checkpoints.tensors import File, read_json, some
+from checkpoints.tensors import File, Tensors, read_json, some, write_json, write_tensors
 from eagle3_jax.contracts import LoadError
 
 WHOLE = "model.safetensors"
@@ -134,3 +134,37 @@ def _shards(path: Path) -> dict[str, File]:
     if faults:
         raise LoadError(f"{path / INDEX} does not fit its shards: {'; '.join(faults)}")
     return {tensor: files[name] for tensor, name in named.items()}
+
+
+def write_folder(path: Path, tensors: Tensors, most_bytes: int | None = None) -> None:
+    """Write a folder's weights: one file, or an index and shards; what was there before goes.
+
+    Args:
+        path: the folder.
+        tensors: all of them.
+        most_bytes: of a file's tensors, unless one alone has more; headers come on top. None is
+            one file.
+    """
+    shards: list[Tensors] = [{}]
+    room = most_bytes
+    for name, value in tensors.items():
+        if room is not None and most_bytes is not None:
+            if shards[-1] and value.nbytes > room:
+                shards.append({})
+                room = most_bytes
+            room -= value.nbytes
+        shards[-1][name] = value
+    files = {f"model-{i:05}-of-{len(shards):05}.safetensors": s for i, s in enumerate(shards, 1)}
+    if len(files) == 1:
+        files = {WHOLE: tensors}
+    for name, shard in files.items():
+        write_tensors(path / name, shard)
+    if len(files) > 1:
+        named = {tensor: name for name, shard in files.items() for tensor in shard}
+        size = sum(value.nbytes for value in tensors.values())
+        write_json(path / INDEX, {"metadata": {"total_size": size}, "weight_map": named})
+    for old in [path / WHOLE, *path.glob("model-*-of-*.safetensors")]:
+        if old.name not in files:
+            old.unlink(missing_ok=True)
+    if len(files) == 1:
+        (path / INDEX).unlink(missing_ok=True)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from eagle3_jax.generation import generate, stream
     from eagle3_jax.load import load_drafter, load_verifier, recommended_speculation
     from eagle3_jax.training.evaluation import evaluate
+    from eagle3_jax.training.synth import SynthConfig, synthesise
     from eagle3_jax.training.trainer import train
     from eagle3_jax.verifier import Verifier
 
@@ -46,6 +47,7 @@ __all__ = [
     "RequestError",
     "Sampling",
     "Speculation",
+    "SynthConfig",
     "TrainConfig",
     "UnsupportedError",
     "Verifier",
@@ -61,6 +63,7 @@ __all__ = [
     "recommended_speculation",
     "sharding",
     "stream",
+    "synthesise",
     "train",
 ]
 
@@ -79,6 +82,7 @@ _MODULES = {
     "eagle3_jax.generation": ("generate", "stream"),
     "eagle3_jax.load": ("load_drafter", "load_verifier", "recommended_speculation"),
     "eagle3_jax.training.evaluation": ("evaluate",),
+    "eagle3_jax.training.synth": ("SynthConfig", "synthesise"),
     "eagle3_jax.training.trainer": ("train",),
     "eagle3_jax.verifier": ("Verifier",),
 }

@@ -174,30 +174,39 @@ def decode_table(ways: Mapping[str, tuple[Stats, str]], notes: Sequence[str]) ->
     return Group(table, *map(_line, notes))
 
 
-def eval_table(drafters: Mapping[str, Mapping[str, Any]], slower: str | None) -> RenderableType:
+EVAL_COLUMNS = {
+    "accept_length": ("accept length", ".2f"),
+    "break_even_accept_length": ("break-even", ".2f"),
+    "acceptance_by_depth": ("acceptance by depth", ""),
+    "tokens_per_second": ("tokens/s", ".1f"),
+    "plain_tokens_per_second": ("plain", ".1f"),
+    "speedup": ("speedup", ".2f"),
+    "same_dtype_speedup": ("in one dtype", ".2f"),
+}
+"""Figures of an evaluation that are shown where they are there: heading and format."""
+
+
+def eval_table(drafters: Mapping[str, Mapping[str, Any]], notes: Sequence[str]) -> RenderableType:
     """Figures of an evaluation by drafter and set.
 
     Args:
         drafters: by name, `sets` and `mean` of each.
-        slower: a line to add.
+        notes: lines below.
     """
-    heads = ("set", "accept length", "acceptance by depth", "tokens/s", "plain", "speedup")
     out: list[RenderableType] = []
     for name, found in drafters.items():
-        table = _table(*heads)
+        columns = {key: how for key, how in EVAL_COLUMNS.items() if key in found["mean"]}
+        table = _table("set", *(head for head, _ in columns.values()))
         for label, figures in {**found["sets"], "mean": found["mean"]}.items():
             if label == "mean":
                 table.add_section()
-            table.add_row(
-                Text(label),
-                f"{figures['accept_length']:.2f}",
-                _shares(figures["acceptance_by_depth"]),
-                f"{figures['tokens_per_second']:.1f}",
-                f"{figures['plain_tokens_per_second']:.1f}",
-                f"{figures['speedup']:.2f}",
-            )
+            cells = [
+                format(figures[key], how) if how else _shares(figures[key])
+                for key, (_, how) in columns.items()
+            ]
+            table.add_row(Text(label), *cells)
         out += [_line(f"drafter {name}", "bold"), table]
-    return Group(*out, *([] if slower is None else [_line(slower)]))
+    return Group(*out, *map(_line, notes))
 
 
 def fields(found: Mapping[str, Any]) -> RenderableType:

@@ -26,7 +26,7 @@ from eagle3_jax.verifier import Verifier
 BUNDLED = Path(__file__).parent / "bundled"
 
 SMOLLM2 = "smollm2"
-"""A bundled name whose weights come in a package of their own."""
+"""A bundled name whose verifier comes in a package of its own; its drafter lies here."""
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -55,7 +55,7 @@ def _find(source: str | Path, part: str, holds: str, files: tuple[str, ...]) -> 
         raise LoadError(f"folder {folder} holds no {holds}; {instead}")
     if os.path.lexists(folder):
         raise LoadError(f"{source} is a file; expected a folder that holds {holds}")
-    names = bundled()
+    names = [name for name in bundled() if (BUNDLED / name / part).is_dir()]
     if name in names:
         return BUNDLED / name / part, name
     if is_hub_id(name):
@@ -63,8 +63,9 @@ def _find(source: str | Path, part: str, holds: str, files: tuple[str, ...]) -> 
         if not os.path.lexists(fetched / holds):
             raise LoadError(f"the hub's {source} holds no {holds}; expected a {part} folder")
         return fetched, name
-    near = difflib.get_close_matches(name, [*names, SMOLLM2], n=1)
-    hint = f"did you mean {near[0]}?" if near else f"bundled: {', '.join([*names, SMOLLM2])}"
+    names += [SMOLLM2] if part == "verifier" else []
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"bundled: {', '.join(names) or 'none'}"
     raise LoadError(f"{part} {name!r} is neither a folder nor a bundled name; {hint}")
 
 
@@ -214,6 +215,21 @@ def check_drafter(manifest: drafters.Manifest, verifier: Verifier) -> None:
             f"the drafter was trained for a vocabulary of {config.vocab_size} tokens, the "
             f"verifier {verifier.name} has {verifier.config.vocab_size}; another model or tokenizer"
         )
+
+
+def recommended_plain_dtype(drafter: Drafter) -> str | None:
+    """Plain decoding's best dtype by the drafter's manifest; None where it says nothing.
+
+    Raises:
+        LoadError: it names no dtype.
+    """
+    dtype: Any = dict(drafter.recommended).get("plain_dtype")
+    if dtype is not None and dtype not in list(DTYPES):
+        raise LoadError(
+            f"the drafter's manifest recommends plain_dtype {dtype!r}; expected "
+            f"{' or '.join(DTYPES)}"
+        )
+    return dtype
 
 
 def recommended_speculation(drafter: Drafter | None) -> Speculation:

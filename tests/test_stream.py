@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from rich.console import Console, Group
 
-from eagle3_jax import testing, verbs
+from eagle3_jax import testing
 from eagle3_jax.configs import Sampling, Speculation
 from eagle3_jax.console import Answer, pieces
 from eagle3_jax.contracts import RequestError
@@ -23,6 +23,8 @@ from eagle3_jax.generation import (
     stream,
 )
 from eagle3_jax.tokenizer import Tokenizer
+from eagle3_jax.verbs import decode as verb
+from eagle3_jax.verbs.common import SpeculationFlags
 from eagle3_jax.verifier import Verifier
 
 DRAFTER = testing.tiny_drafter("llama")
@@ -154,9 +156,9 @@ def test_decode_shows_it_on_a_terminal(letters, monkeypatch):
 
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
-    monkeypatch.setattr(verbs, "load", lambda *_: (letters, {"drafter": DRAFTER}))
-    flags = verbs.SpeculationFlags(depth=2)
-    decode = verbs.Decode(prompt=("abc def",), max_new_tokens=40, speculation=flags)
+    monkeypatch.setattr(verb, "load", lambda *_: (letters, {"drafter": DRAFTER}))
+    flags = SpeculationFlags(depth=2)
+    decode = verb.Decode(prompt=("abc def",), max_new_tokens=40, speculation=flags)
     found, shown = decode.execute()
     text = found["rows"][0]["text"]
     assert text == generate(letters, DRAFTER, ["abc def"], **HOW).text[0]

@@ -6,7 +6,14 @@ A verb's `execute` returns its JSON object and what is shown in its place withou
 from eagle3_jax.verbs.decode import Decode
 from eagle3_jax.verbs.eval import Eval
 from eagle3_jax.verbs.info import Info
+from eagle3_jax.verbs.synth import Synth
 from eagle3_jax.verbs.train import Train
 
-VERBS: dict[str, type] = {"decode": Decode, "train": Train, "eval": Eval, "info": Info}
+VERBS: dict[str, type] = {
+    "decode": Decode,
+    "train": Train,
+    "synth": Synth,
+    "eval": Eval,
+    "info": Info,
+}
 """What `eagle3` can do."""

@@ -1,7 +1,7 @@
 """What verbs share: flags of dtype, speculation and sampling; loading by source."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from rich.console import RenderableType
@@ -15,6 +15,7 @@ from eagle3_jax.load import (
     find_drafter,
     load_drafter,
     load_verifier,
+    recommended_plain_dtype,
     recommended_speculation,
 )
 from eagle3_jax.verifier import Verifier
@@ -54,13 +55,37 @@ class SpeculationFlags:
             given.setdefault("nodes", None)  # the recommended number belongs to its own shape
         return dataclasses.replace(recommended_speculation(drafter), **given)
 
+    def whole(self, text: str) -> Speculation:
+        """A shape named as a whole, `depth=4,topk=4,nodes=15`, drafted as these flags say.
+
+        `sampled` and `no-block` may stand in the list, too.
+
+        Raises:
+            RequestError: the text says something else.
+        """
+        given: dict[str, Any] = {"sampled": self.sampled, "block": self.block}
+        for part in text.replace(" ", "").split(","):
+            name, _, value = part.partition("=")
+            if part in ("sampled", "no-block"):
+                given |= {"sampled": True} if part == "sampled" else {"block": False}
+            elif name in ("depth", "topk", "nodes") and value.isdecimal() and value.isascii():
+                given[name] = int(value)
+            else:
+                raise RequestError(
+                    f"settings {text!r} hold {part!r}; expected a list such as "
+                    "depth=4,topk=4,nodes=15 in which sampled or no-block may stand"
+                )
+        return Speculation(**given)
+
 
 def shape_of(speculation: Speculation) -> str:
     """A chain or tree in a few words."""
-    depth = f"depth {speculation.depth}"
-    if speculation.topk == 1:
-        return depth
-    return f"{depth}, topk {speculation.topk}, nodes {speculation.nodes}"
+    parts = [f"depth {speculation.depth}"]
+    if speculation.topk > 1:
+        parts += [f"topk {speculation.topk}", f"nodes {speculation.nodes}"]
+    if speculation.sampled:
+        parts += ["sampled"] if speculation.block or speculation.topk > 1 else ["sampled, no block"]
+    return ", ".join(parts)
 
 
 def load(
@@ -94,3 +119,20 @@ def load(
         dtype = recommended.pop() if len(recommended) == 1 else None
     loaded = load_verifier(verifier, dtype)
     return loaded, {source: load_drafter(source, loaded) for source in sources}
+
+
+def load_plain(
+    source: str, verifier: Verifier, drafters: Mapping[str, Drafter], dtype: str | None
+) -> Verifier:
+    """The verifier as plain decoding beside those drafters takes it: in its own best dtype.
+
+    Args:
+        source: the verifier's.
+        verifier: as the drafters take it; given back where the dtype is the same.
+        drafters: for it.
+        dtype: None is plain decoding's by the drafters' manifests, where they agree.
+    """
+    if dtype is None:
+        recommended = {recommended_plain_dtype(drafter) for drafter in drafters.values()}
+        dtype = recommended.pop() if len(recommended) == 1 else None
+    return verifier if dtype in (None, str(verifier.dtype)) else load_verifier(source, dtype)

@@ -15,12 +15,26 @@ from tyro.conf import Positional, UseAppendAction
 from eagle3_jax.configs import Sampling
 from eagle3_jax.console import Answer, decode_table, pieces, progress
 from eagle3_jax.contracts import RequestError
-from eagle3_jax.generation import CYCLES, Output, generate, make_batch, output_of
-from eagle3_jax.load import (
-    load_verifier,
+from eagle3_jax.drafter import Drafter
+from eagle3_jax.generation import (
+    CYCLES,
+    Output,
+    encode_prompt,
+    generate,
+    make_batch,
+    output_of,
 )
-from eagle3_jax.training.evaluation import pooled, reason
-from eagle3_jax.verbs.common import Dtype, Result, SamplingFlags, SpeculationFlags, load, shape_of
+from eagle3_jax.load import recommended_speculation
+from eagle3_jax.training.evaluation import first_difference, not_chosen, pooled, reason
+from eagle3_jax.verbs.common import (
+    Dtype,
+    Result,
+    SamplingFlags,
+    SpeculationFlags,
+    load,
+    load_plain,
+    shape_of,
+)
 from eagle3_jax.verifier import Verifier
 
 RUNS = 3
@@ -45,7 +59,8 @@ class Decode:
         speculation: what is drafted.
         sampling: how tokens are chosen.
         compare_plain: decode plainly too, and compare tokens and speed.
-        plain_dtype: of plain decoding in the comparison; None is the same.
+        plain_dtype: of plain decoding in the comparison; None is what the drafter's manifest
+            recommends for it.
         json: one JSON object on standard output, all else on standard error.
     """
 
@@ -88,15 +103,15 @@ class Decode:
             "raw": raw,
             "sampling": self.sampling,
         }
-        label = "plain" if drafter is None else f"speculation ({shape_of(speculation)})"
+        plainly = drafter is None or (speculation.depth == 0 and not self.compare_plain)
+        label = "plain" if plainly else f"speculation ({shape_of(speculation)})"
         ways = {
             label: functools.partial(generate, verifier, drafter, speculation=speculation, **common)
         }
         dtypes = {label: str(verifier.dtype)}
+        other = verifier
         if self.compare_plain:
-            other = verifier
-            if self.plain_dtype not in (None, str(verifier.dtype)):
-                other = load_verifier(self.verifier, self.plain_dtype)
+            other = load_plain(self.verifier, verifier, drafters, self.plain_dtype)
             ways["plain"] = functools.partial(generate, other, None, **common)
             dtypes["plain"] = str(other.dtype)
         answers: list[RenderableType] = []
@@ -109,13 +124,16 @@ class Decode:
             outputs = self._decode(ways, len(prompts))
             answers = self._answers(prompts, raw, verifier, outputs[label])
         found = as_json(list(outputs.values()), list(dtypes.values()))
-        return found, Group(
-            *answers,
-            decode_table(
-                {name: (outputs[name].stats, dtypes[name]) for name in ways},
-                comparison(found, speculation.sampled and self.sampling.temperature > 0),
-            ),
-        )
+        if self.compare_plain:
+            for prompt, row in zip(prompts, found["rows"], strict=True):
+                ids, new = encode_prompt(other, prompt, raw), row["tokens"]
+                wrong = not_chosen(other, ids, new, self.sampling)
+                row["differing_tokens"] = None if wrong is None else wrong / len(new)
+                row["first_difference"] = first_difference(new, row["plain"]["tokens"])
+        notes = [] if speculation.depth else plain_recommended(drafter)
+        notes += comparison(found, speculation.sampled and self.sampling.temperature > 0)
+        table = {name: (outputs[name].stats, dtypes[name]) for name in ways}
+        return found, Group(*answers, decode_table(table, notes))
 
     def _decode(self, ways: Mapping[str, Any], prompts: int) -> dict[str, Output]:
         """Every way's output; of several runs in turn, after one to warm up, the median one."""
@@ -203,7 +221,28 @@ def comparison(found: Mapping[str, Any], sampled: bool = False) -> list[str]:
         which = f"the tokens are the same in {same} of {len(rows)} texts"
     if sampled:
         which += " (sampled candidates give another draw of the same distribution)"
-    return [f"speed ratio {found['speedup']:.2f} (median of {RUNS} runs in turn); {which}"]
+    lines = [f"speed ratio {found['speedup']:.2f} (median of {RUNS} runs in turn); {which}"]
+    if all(row.get("differing_tokens") is not None for row in rows):
+        count = sum(len(row["tokens"]) for row in rows)
+        wrong = round(sum(row["differing_tokens"] * len(row["tokens"]) for row in rows))
+        lines.append(
+            f"plain decoding in {rows[0]['plain']['dtype']}, reading the same text, would have "
+            f"chosen other tokens at {wrong} of {count} places ({wrong / count:.1%})"
+        )
+    if found["speedup"] < 1:
+        lines.append("plain decoding is faster here, and the better setting")
+    return lines
+
+
+def plain_recommended(drafter: Drafter | None) -> list[str]:
+    """A line where a drafter's manifest advises against it."""
+    if drafter is None or recommended_speculation(drafter).depth:
+        return []
+    where = dict(drafter.recommended).get("measured_on")
+    return [
+        f"plain decoding is recommended for this pair{f' on {where}' if where else ''}; "
+        "--speculation.depth N drafts all the same"
+    ]
 
 
 def read_text(path: Path) -> str:

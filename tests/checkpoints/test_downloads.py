@@ -66,7 +66,7 @@ def test_only_what_is_needed_is_asked_for(monkeypatch, tmp_path):
     fetch("org/name@v1", DRAFTER_FILES)
     assert asked == {
         "revision": "v1",
-        "allow_patterns": ["manifest.json", "model.safetensors"],
+        "allow_patterns": list(DRAFTER_FILES),
         "ignore_patterns": "*/*",
     }
     names = ["config.json", "model-00001-of-00002.safetensors", "original/model.safetensors"]

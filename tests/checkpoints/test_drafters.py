@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from checkpoints.drafters import Manifest, read_drafter, read_manifest, write_drafter
+from checkpoints.folders import INDEX, WHOLE
+from checkpoints.tensors import read_tensors, write_tensors
 from eagle3_jax import testing
 from eagle3_jax.configs import RopeConfig
 from eagle3_jax.contracts import LoadError
@@ -90,3 +92,59 @@ def test_the_manifest_comes_last(tmp_path, monkeypatch):
         write_drafter(tmp_path, MANIFEST, ARRAYS)
     assert not (tmp_path / "manifest.json").exists()
     assert (tmp_path / "model.safetensors").exists()
+
+
+MOST = 4_000
+"""Bytes of a file's arrays; the fusion has 9,216."""
+
+
+def test_small_files_there_and_back(tmp_path):
+    write_drafter(tmp_path, MANIFEST, ARRAYS)
+    write_drafter(tmp_path, MANIFEST, ARRAYS, most_bytes=MOST)
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 3 and not (tmp_path / WHOLE).exists()
+    for path in shards:
+        assert sum(value.nbytes for value in read_tensors(path).values()) <= MOST
+    assert read_drafter(tmp_path)[0] == MANIFEST
+    found = read_drafter(tmp_path)[1]
+    assert set(found) == set(ARRAYS)
+    for name, value in ARRAYS.items():
+        np.testing.assert_array_equal(found[name], value)
+    # Fewer shards, then one file again: nothing of the former stays.
+    write_drafter(tmp_path, MANIFEST, ARRAYS, most_bytes=2 * MOST)
+    assert set(read_drafter(tmp_path)[1]) == set(ARRAYS)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) < len(shards)
+    write_drafter(tmp_path, MANIFEST, ARRAYS)
+    assert {path.name for path in tmp_path.iterdir()} == {"manifest.json", WHOLE}
+
+
+def test_damaged_small_files_are_named(tmp_path):
+    write_drafter(tmp_path, MANIFEST, ARRAYS, most_bytes=MOST)
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    whole = shards[1].read_bytes()
+    shards[1].write_bytes(whole[:-50])
+    with pytest.raises(LoadError, match=f"damaged shards: .*{shards[1].name}.*truncated"):
+        read_drafter(tmp_path)
+    shards[1].unlink()
+    with pytest.raises(LoadError, match=f"missing shards: {shards[1].name}"):
+        read_drafter(tmp_path)
+    shards[1].write_bytes(whole)
+
+    index = json.loads((tmp_path / INDEX).read_text())
+    part = next(name for name in index["weight_map"] if name.endswith(".2-of-3"))
+    path = tmp_path / index["weight_map"].pop(part)
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    tensors = read_tensors(path)
+    value = tensors.pop(part)
+    write_tensors(path, tensors)
+    name = part.removesuffix(".2-of-3")
+    with pytest.raises(
+        LoadError, match=f"{name}'s 3 parts only .*copy the folder again"
+    ) as refusal:
+        read_drafter(tmp_path)
+    assert "\n" not in str(refusal.value)
+    index["weight_map"][part] = path.name
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    write_tensors(path, {**tensors, part: value[:, :-1]})
+    with pytest.raises(LoadError, match=f"the parts of {name} do not fit together"):
+        read_drafter(tmp_path)

@@ -4,16 +4,25 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from eagle3_jax import testing
-from eagle3_jax.configs import Speculation
+from eagle3_jax.configs import Sampling, Speculation
 from eagle3_jax.contracts import CapacityError, RequestError
 from eagle3_jax.generation import generate
 from eagle3_jax.tokenizer import Tokenizer
 from eagle3_jax.training import evaluation
-from eagle3_jax.training.evaluation import conversation, evaluate, mean, read_prompts
+from eagle3_jax.training.evaluation import (
+    accept_lengths,
+    conversation,
+    evaluate,
+    first_difference,
+    mean,
+    not_chosen,
+    read_prompts,
+)
 from eagle3_jax.verifier import Verifier
 
 
@@ -27,6 +36,9 @@ CHAT = Tokenizer(
     PLAIN._backend.to_str(),
     "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}",
 )
+
+
+LENGTHS = {"accept_length", "acceptance_by_depth", "new_tokens"}
 
 
 def write(path, *lines):
@@ -53,6 +65,10 @@ def test_prompt_files(tmp_path):
         ('{"turns": []}', "line 2: turns must be a list of texts"),
         ('{"turns": ["a", 1]}', "line 2: turns must be a list of texts"),
         ('{"prompt": ""}', "line 2 has an empty text"),
+        (
+            json.dumps({"messages": [{"role": r, "content": "x"} for r in ("system", "user")]}),
+            "line 2 begins in the middle of a conversation",
+        ),
     ],
 )
 def test_bad_rows_are_named_by_line(tmp_path, line, said):
@@ -142,7 +158,10 @@ def test_figures_are_from_sums_over_every_turn(monkeypatch, tokenizer):
         assert figures["tokens_per_second"] == pytest.approx(speeds[0])
         assert figures["plain_tokens_per_second"] == pytest.approx(speeds[1])
         assert figures["speedup"] == pytest.approx(speeds[0] / speeds[1])
-        assert figures["same_tokens"] == 1.0
+        assert figures["same_tokens"] == 1.0 and "same_dtype_speedup" not in figures
+        assert figures["new_tokens"] == sum(len(row.tokens) for row in rows)
+        broken_even = figures["accept_length"] / figures["break_even_accept_length"]
+        assert broken_even == pytest.approx(figures["speedup"])
     for key, value in found["mean"].items():
         columns = [found["sets"][name][key] for name in ("one", "two")]
         np.testing.assert_allclose(value, np.mean(columns, axis=0))
@@ -167,11 +186,7 @@ def test_several_drafters_limit_and_no_plain():
     assert told == [(1, 1)]
     assert set(found) == {"drafters"} and set(found["drafters"]) == {"a", "b"}
     for one in found["drafters"].values():
-        assert set(one["sets"]["s"]) == {
-            "accept_length",
-            "acceptance_by_depth",
-            "tokens_per_second",
-        }
+        assert set(one["sets"]["s"]) == {*LENGTHS, "tokens_per_second"}
 
 
 def test_refusals_say_where():
@@ -190,3 +205,76 @@ def test_refusals_say_where():
 def test_mean_is_plain():
     sets = {"a": {"x": 1.0, "y": [0.0, 1.0]}, "b": {"x": 3.0, "y": [1.0, 0.0]}}
     assert mean(sets) == {"x": 2.0, "y": [0.5, 0.5]}
+
+
+def test_plain_decoding_in_a_dtype_of_its_own(monkeypatch):
+    calls = recorded(monkeypatch)
+    verifier, low = verifier_with(PLAIN), in_bfloat16(verifier_with(PLAIN))
+    drafter = {"d": testing.tiny_drafter("llama")}
+    sets = {"s": [["def f", "abc"]]}
+    common = {"max_new_tokens": 6, "speculation": Speculation(depth=2), "plain_verifier": low}
+    found = evaluate(verifier, drafter, sets, **common)["sets"]["s"]
+    ways = [output.stats for *_, output in calls[3:]]
+    assert len(ways) == 6
+    speeds = [2 * 5 / (ways[a].seconds + ways[b].seconds) for a, b in ((0, 5), (1, 4), (2, 3))]
+    assert found["plain_tokens_per_second"] == pytest.approx(speeds[0])
+    assert found["same_dtype_speedup"] == pytest.approx(speeds[2] / speeds[1])
+    # The conversation goes on with the answer of plain decoding in its own dtype.
+    answer = calls[3][-1].text[0]
+    assert calls[6][1] == PLAIN.encode(conversation(verifier, ["def f", "abc"], [answer]))  # type: ignore
+    assert (
+        "same_dtype_speedup"
+        not in evaluate(verifier, drafter, {"s": [["x"]]}, **common, same_dtype=False)["mean"]
+    )
+    assert len(calls) == 9 + 4
+
+
+def in_bfloat16(verifier: Verifier) -> Verifier:
+    def low(value):
+        small = value.ndim > 1 and jnp.issubdtype(value.dtype, jnp.floating)
+        return value.astype(jnp.bfloat16) if small else value
+
+    return jax.tree.map(low, verifier)
+
+
+def test_lengths_alone_are_those_of_one_row_at_a_time():
+    verifier = verifier_with(PLAIN)
+    drafters = {"a": testing.tiny_drafter("llama"), "b": testing.tiny_drafter("llama", seed=2)}
+    sets = {"one": [["def f", "more"], ["abc"], ["x y z"]], "two": [["xyz"]]}
+    told = []
+    common = {
+        "max_new_tokens": 9,
+        "speculation": Speculation(depth=2),
+        "sampling": Sampling(temperature=0.9),
+    }
+    found = accept_lengths(
+        verifier, drafters, sets, rows=2, progress=lambda *counts: told.append(counts), **common
+    )
+    alone = evaluate(verifier, drafters, sets, plain=False, **common)
+    for name in drafters:
+        for label, figures in found["drafters"][name]["sets"].items():
+            assert set(figures) == LENGTHS
+            one = alone["drafters"][name]["sets"][label]
+            assert figures == {key: one[key] for key in LENGTHS}
+    assert told[-1] == (10, 10) and told == sorted(told)
+    with pytest.raises(CapacityError, match="set s, turn 1: prompt 2"):
+        accept_lengths(verifier, drafters, {"s": [["a"], ["a" * 5000]]}, **common)
+
+
+def test_tokens_that_plain_decoding_would_not_have_chosen():
+    verifier = verifier_with(PLAIN)
+    prompt = [5, 6, 7]
+    new = generate(verifier, None, [prompt], max_new_tokens=12).tokens[0]
+    assert not_chosen(verifier, prompt, new) == 0
+    assert not_chosen(verifier, prompt, [*new[:5], (new[5] + 1) % 64]) == 1
+    assert not_chosen(verifier, prompt, new, Sampling(temperature=0.5)) is None
+    assert not_chosen(verifier, prompt, new, Sampling(repetition_penalty=1.2)) is None
+    # At the very end of the longest text there is no room to pad.
+    short = verifier_with(PLAIN, max_length=len(prompt) + len(new))
+    assert not_chosen(short, prompt, new) == 0
+
+
+def test_first_difference():
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2, 3], [1, 4, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2

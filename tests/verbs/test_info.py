@@ -1,0 +1,28 @@
+"""`eagle3 info`: what it knows of the library, a verifier and a drafter."""
+
+import json
+
+import jax
+
+from tests import command_line
+
+pair, run = command_line.pair, command_line.run
+
+
+def test_info(run):
+    status, out, err = run("info", "--verifier", "tiny-kimi", "--drafter", "tiny-kimi", "--json")
+    assert (status, err) == (0, "")
+    found = json.loads(out)
+    assert found["versions"]["jax"] == jax.__version__ and found["bundled"] == ["tiny-kimi"]
+    assert found["backends"]["forest_attention"] == "xla"
+    verifier, drafter = found["verifier"], found["drafter"]
+    assert verifier["family"] == "deepseek_v3"
+    assert verifier["cache_bytes_per_token"] == 4 * 4 * (12 + 8)
+    assert verifier["attention"].startswith("latent, 4 heads, rank 12; rope theta 10000")
+    assert verifier["experts"].endswith(" layers; sigmoid, 2 of 4 groups")
+    assert sum(verifier["parameters"].values()) == 2 * verifier["parameters"]["total"]
+    assert drafter["boundaries"] == [1, 2, 3] and drafter["draft_vocabulary"] == 64
+    assert drafter["recommended"]["dtype"] == "float32" and drafter["training"] == {"updates": 7}
+    assert "vocabulary" not in drafter["parameters"]
+    status, out, _ = run("info")
+    assert status == 0 and "versions.jax" in out
