@@ -424,6 +424,9 @@ class TrainConfig:
         seed: of initial weights and the order of the data.
         save_every: updates between checkpoints.
         held_out: share of the data rows kept for validation.
+        rows: packed rows used, the first ones; None is all.
+        dtype: of the drafter's products, `float32` or `bfloat16`; its weights are float32. None is
+            the verifier's.
     """
 
     steps: int = 7
@@ -440,10 +443,13 @@ class TrainConfig:
     seed: int = 0
     save_every: int = 200
     held_out: float = 0.02
+    rows: int | None = None
+    dtype: Literal["float32", "bfloat16"] | None = None
 
     def __post_init__(self):
-        for name in ("steps", "updates", "batch", "save_every"):
-            if getattr(self, name) < 1:
+        for name in ("steps", "updates", "batch", "save_every", "rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise RequestError(f"train {name} {getattr(self, name)} must be at least 1")
         if self.length < self.steps + 3:
             raise RequestError(

@@ -6,13 +6,41 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Float, Key
 
 
 def matmul(x: Float[Array, "... a"], kernel: Float[Array, "a z"]) -> Float[Array, "... z"]:
-    """`x @ kernel`, at the highest precision in float32."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.matmul(x, kernel, precision=precision)
+    """`x @ kernel`, at the highest precision in float32; gradients keep bfloat16's speed on CPU."""
+    if x.dtype == jnp.float32:
+        return jnp.matmul(x, kernel, precision=jax.lax.Precision.HIGHEST)
+    if x.size == x.shape[-1] and jax.default_backend() == "cpu":
+        # A product of a single row would widen the kernel to float32 first.
+        row = x.reshape(1, x.size)
+        y = _narrow_matmul(jnp.concatenate([row, row]), kernel)[0]
+        return y.reshape(*x.shape[:-1], y.size)
+    return _narrow_matmul(x, kernel)
+
+
+@jax.custom_vjp
+def _narrow_matmul(x, kernel):
+    return jnp.matmul(x, kernel)
+
+
+def _narrow_backward(operands, g):
+    x, kernel = operands
+    rows, z = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+
+    def plainly(rows):
+        # XLA:CPU multiplies bfloat16 fast only where the left operand lies row by row, and makes a
+        # transposition a mere change of layout unless it is told what the layout has to be.
+        return with_layout_constraint(rows.T, Layout((0, 1)))
+
+    turned = jax.lax.platform_dependent(rows, cpu=plainly, default=jnp.transpose)
+    return jnp.matmul(g, kernel.T), jnp.matmul(turned, z)
+
+
+_narrow_matmul.defvjp(lambda x, kernel: (jnp.matmul(x, kernel), (x, kernel)), _narrow_backward)
 
 
 def random_kernel(key: Key[Array, ""], *shape: int, fan_in: int) -> Float[Array, "..."]:

@@ -24,6 +24,27 @@ def test_matmul_keeps_its_dtype():
     assert matmul(low, jnp.ones((8, 2), jnp.bfloat16)).dtype == jnp.bfloat16
 
 
+def test_gradients_of_bfloat16_products_are_those_of_float32():
+    """Their backward pass has a form of its own; here with leading axes, in jit, under vmap."""
+    rng = np.random.default_rng(1)
+    x, kernel, weight = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        for shape in ((2, 3, 8), (8, 5), (2, 3, 5))
+    )
+
+    def loss(x, kernel, weight):
+        return jnp.sum(matmul(x, kernel).astype(jnp.float32) * weight.astype(jnp.float32))
+
+    wide = [v.astype(jnp.float32) for v in (x, kernel, weight)]
+    wanted = jax.grad(loss, (0, 1))(*wide)
+    found = jax.jit(jax.grad(loss, (0, 1)))(x, kernel, weight)
+    each = jax.vmap(jax.grad(loss, (0, 1)), (0, None, 0))(x, kernel, weight)
+    for mine, many, right in zip(found, (each[0], each[1].sum(0)), wanted, strict=True):
+        assert mine.dtype == jnp.bfloat16
+        for value in (mine, many):
+            np.testing.assert_allclose(value.astype(jnp.float32), right, rtol=2e-2, atol=4e-2)
+
+
 def test_random_kernels_have_the_width_of_their_inputs():
     kernel = random_kernel(KEY, 64, 100, fan_in=64)
     assert kernel.shape == (64, 100)

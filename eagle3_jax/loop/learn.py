@@ -23,10 +23,26 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from eagle3_jax.caches import text_scope
-from eagle3_jax.contracts import VerifierFeatures
+from eagle3_jax.contracts import DraftHidden, VerifierFeatures
 from eagle3_jax.drafter.drafter import Drafter, Roots, context_pass, growth_step
 from eagle3_jax.forest.judging import agree, likeliest
+from eagle3_jax.layers import matmul
 from eagle3_jax.verifier.decoder import Verifier
+
+
+@nnx.dataclass
+class Reading(nnx.Pytree):
+    """The verifier's verdict for every node of a text, from one teacher-forced pass.
+
+    Attributes:
+        features: at every position.
+        hidden: the residual stream after the last layer, from which its distribution follows.
+        best: its greedy choice.
+    """
+
+    features: Float[Array, "*lead t f"] = nnx.data()
+    hidden: Float[Array, "*lead t d"] = nnx.data()
+    best: Int[Array, "*lead t"] = nnx.data()
 
 
 @nnx.dataclass
@@ -37,11 +53,13 @@ class Batches(nnx.Pytree):
         tokens: verifier ids.
         starts: the position at which each position's document starts.
         learn: whether a token, as the one predicted, is learned from.
+        reading: the verifier's of these texts where it is kept; None: they are read as they come.
     """
 
     tokens: Int[Array, "n b t"] = nnx.data()
     starts: Int[Array, "n b t"] = nnx.data()
     learn: Bool[Array, "n b t"] = nnx.data()
+    reading: Reading | None = nnx.data(default=None)
 
 
 @nnx.dataclass
@@ -97,26 +115,13 @@ class TextForest(nnx.Pytree):
         starts: document starts.
         judged: whether step i of root t is judged: the predicted token t + 2 + i lies in the root's
             document and is learned from.
+        reading: as in `Batches`.
     """
 
     tokens: Int[Array, "b t"] = nnx.data()
     starts: Int[Array, "b t"] = nnx.data()
     judged: Bool[Array, "n b t"] = nnx.data()
-
-
-@nnx.dataclass
-class TextScores(nnx.Pytree):
-    """The verifier's verdict for every node of a text, from one teacher-forced pass.
-
-    Attributes:
-        features: at every position.
-        target: its distribution restricted to the draft vocabulary and renormalised.
-        best: its greedy choice.
-    """
-
-    features: VerifierFeatures = nnx.data()
-    target: Float[Array, "b t dv"] = nnx.data()
-    best: Int[Array, "b t"] = nnx.data()
+    reading: Reading | None = nnx.data(default=None)
 
 
 @nnx.dataclass
@@ -133,6 +138,54 @@ def ahead(x: Array, by: int) -> Array:
     return jnp.pad(x, pad)[:, by:]
 
 
+def behind(x: Array, by: int) -> Array:
+    """`x[:, t - by]` at t, zero (False) before the beginning."""
+    pad = [(0, 0), (by, 0)] + [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, pad)[:, : x.shape[1]]
+
+
+def read_text(
+    verifier: Verifier,
+    tokens: Int[Array, "b t"],
+    starts: Int[Array, "b t"],
+    boundaries: tuple[int, ...],
+) -> Reading:
+    """One teacher-forced pass over packed texts.
+
+    Args:
+        verifier: frozen.
+        tokens: the texts.
+        starts: document starts.
+        boundaries: of the features.
+    """
+    hidden, features, _ = verifier.forward(tokens[..., None], text_scope(starts), None, boundaries)
+    assert features is not None
+    hidden = hidden[:, :, 0]
+    best = likeliest(verifier.read_out(hidden))
+    return Reading(features=features, hidden=hidden, best=best)
+
+
+@jax.custom_vjp
+def cross_entropy(
+    logits: Float[Array, "b t dv"], target: Float[Array, "b t dv"]
+) -> Float[Array, "b t"]:
+    """In nats, of a target that sums to 1 and is not learned; one pass over the logits each way."""
+    return _cross_entropy(logits, target)[0]
+
+
+def _cross_entropy(logits, target):
+    total = jax.nn.logsumexp(logits, axis=-1)
+    return total - jnp.sum(target * logits, axis=-1), (logits, target, total)
+
+
+def _cross_entropy_backward(kept, g):
+    logits, target, total = kept
+    return g[..., None] * (jnp.exp(logits - total[..., None]) - target), None
+
+
+cross_entropy.defvjp(_cross_entropy, _cross_entropy_backward)
+
+
 def chain_logits(
     drafter: Drafter,
     verifier: Verifier,
@@ -140,9 +193,25 @@ def chain_logits(
     tokens: Int[Array, "b t"],
     starts: Int[Array, "b t"],
     steps: int,
-    differentiable: bool = True,
 ) -> list[Float[Array, "b t dv"]]:
-    """The drafter's logits at every step of every root's chain.
+    """The drafter's logits at every step of every root's chain; arguments are `chain_hidden`'s.
+
+    Returns:
+        One array a step; entry t of step i is over token t + 2 + i.
+    """
+    chain = chain_hidden(drafter, verifier, features, tokens, starts, steps)
+    return [drafter.read_out(hidden) for hidden in chain]
+
+
+def chain_hidden(
+    drafter: Drafter,
+    verifier: Verifier,
+    features: VerifierFeatures,
+    tokens: Int[Array, "b t"],
+    starts: Int[Array, "b t"],
+    steps: int,
+) -> list[DraftHidden]:
+    """The drafter's hidden states at every step of every root's chain.
 
     Args:
         drafter: unrolled on its own hidden state.
@@ -151,18 +220,17 @@ def chain_logits(
         tokens: the text.
         starts: document starts; a chain that runs past its document is computed and never judged.
         steps: of the chain.
-        differentiable: with gradients.
 
     Returns:
-        One array a step; entry t of step i is over token t + 2 + i.
+        One a step; `read_out` of entry t of step i is over token t + 2 + i.
     """
     b, t = tokens.shape
     embed = verifier.embed
     scope = text_scope(starts)
     hidden, context = context_pass(
-        drafter, features, embed(ahead(tokens, 1)), scope, None, differentiable
+        drafter, features, embed(ahead(tokens, 1)), scope, None, differentiable=True
     )
-    out = [drafter.read_out(hidden)]
+    out = [hidden]
     index = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32)[None], (b, t))
     roots = Roots(positions=scope.positions[..., 0], lo=starts, hi=index + 1, context=context)
     slots = max(steps - 1, 1)
@@ -178,9 +246,9 @@ def chain_logits(
             block,
             step - 1,
             seen,
-            differentiable,
+            differentiable=True,
         )
-        out.append(drafter.read_out(hidden))
+        out.append(hidden)
     return out
 
 
@@ -193,12 +261,18 @@ class LearnStages(nnx.Pytree):
         optimiser: an optax transformation; static.
         steps: of training-time test; static.
         decay: weight of step i is `decay ** i`; static.
+        dtype: of the drafter's products; None is its weights' own, which stay as they are; static.
     """
 
     verifier: Verifier = nnx.data()
     optimiser: optax.GradientTransformation = nnx.static()
     steps: int = nnx.static()
     decay: float = nnx.static()
+    dtype: Any = nnx.static(default=None)
+
+    def cast(self, weight: Float[Array, "..."]) -> Float[Array, "..."]:
+        """A weight as the products take it; norms' weights stay float32."""
+        return weight if self.dtype is None or weight.ndim < 2 else weight.astype(self.dtype)
 
     def going(self, state: LearnState) -> Bool[Array, ""]:
         """While texts are left."""
@@ -219,46 +293,52 @@ class LearnStages(nnx.Pytree):
                 for step in range(self.steps)
             ]
         )
-        return state, TextForest(tokens=tokens, starts=starts, judged=judged)
+        reading = jax.tree.map(now, state.batches.reading)
+        return state, TextForest(tokens=tokens, starts=starts, judged=judged, reading=reading)
 
-    def verify(self, state: LearnState, forest: TextForest) -> TextScores:
-        """One teacher-forced pass holds the verdict for every node."""
-        drafter = state.drafter
-        hidden, features, _ = self.verifier.forward(
-            forest.tokens[..., None], text_scope(forest.starts), None, drafter.spec.boundaries
-        )
-        assert features is not None
-        logits = self.verifier.read_out(hidden[:, :, 0])
-        return TextScores(
-            features=VerifierFeatures(
-                array=features, spec=self.verifier.spec(drafter.spec.boundaries)
-            ),
-            target=jax.nn.softmax(logits[..., drafter.vocabulary[...]], axis=-1),
-            best=likeliest(logits),
-        )
+    def verify(self, state: LearnState, forest: TextForest) -> Reading:
+        """One teacher-forced pass, or the reading of it that was kept, holds every verdict."""
+        if forest.reading is not None:
+            return forest.reading
+        boundaries = state.drafter.spec.boundaries
+        return read_text(self.verifier, forest.tokens, forest.starts, boundaries)
 
-    def judge(self, state: LearnState, forest: TextForest, scores: TextScores) -> LearnVerdict:
-        """Loss and agreement node by node, and the loss's gradient."""
+    def judge(self, state: LearnState, forest: TextForest, scores: Reading) -> LearnVerdict:
+        """Loss and agreement node by node, and the loss's gradient.
+
+        The target is the verifier's distribution restricted to the draft vocabulary and
+        renormalised; everything is judged where its target stands, at position t + 1 + i.
+        """
         graph, parameters, rest = nnx.split(state.drafter, nnx.Param, ...)
+        vocabulary = state.drafter.vocabulary[...]
+        verifier = self.verifier
+        said = jnp.zeros((verifier.config.vocab_size,), bool).at[vocabulary].set(True)
+        sayable = said[scores.best]
+        head = verifier.head.kernel[...][:, vocabulary]
+        hidden = verifier.norm(scores.hidden.astype(verifier.dtype))
+        target = jax.nn.softmax(matmul(hidden, head).astype(jnp.float32), axis=-1)
+        features = VerifierFeatures(
+            array=scores.features.astype(self.dtype or state.drafter.dtype),
+            spec=verifier.spec(state.drafter.spec.boundaries),
+        )
 
         def loss_of(parameters):
-            drafter = nnx.merge(graph, parameters, rest)
-            logits = chain_logits(
-                drafter, self.verifier, scores.features, forest.tokens, forest.starts, self.steps
+            drafter = nnx.merge(graph, jax.tree.map(self.cast, parameters), rest)
+            chain = chain_hidden(
+                drafter, verifier, features, forest.tokens, forest.starts, self.steps
             )
             loss = jnp.zeros((), jnp.float32)
             parts = []
-            for step, one in enumerate(logits):
-                judged = forest.judged[step]
-                best = ahead(scores.best, 1 + step)
-                sayable = jnp.any(best[..., None] == drafter.vocabulary[...][None, None], axis=-1)
+            for step, own in enumerate(chain):
+                logits = drafter.read_out(DraftHidden(array=behind(own.array, 1 + step)))
+                judged = behind(forest.judged[step], 1 + step)
                 learned = (judged & sayable).astype(jnp.float32)
-                crossed = optax.softmax_cross_entropy(one, ahead(scores.target, 1 + step))
-                chosen = drafter.to_verifier(likeliest(one))
+                crossed = cross_entropy(logits, target)
+                chosen = drafter.to_verifier(likeliest(logits))
                 parts.append(
                     (
                         jnp.sum(crossed * learned),
-                        jnp.sum((agree(chosen, best) & judged).astype(jnp.float32)),
+                        jnp.sum((agree(chosen, scores.best) & judged).astype(jnp.float32)),
                         jnp.sum(judged.astype(jnp.float32)),
                         jnp.sum(learned),
                     )
@@ -271,7 +351,7 @@ class LearnStages(nnx.Pytree):
         return LearnVerdict(gradients=gradients, tally=Tally(*sums, cycles=jnp.ones((), jnp.int32)))
 
     def commit(
-        self, state: LearnState, forest: TextForest, scores: TextScores, verdict: LearnVerdict
+        self, state: LearnState, forest: TextForest, scores: Reading, verdict: LearnVerdict
     ) -> LearnState:
         """The optimiser's update."""
         graph, parameters, rest = nnx.split(state.drafter, nnx.Param, ...)

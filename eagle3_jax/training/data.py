@@ -76,55 +76,65 @@ def split(documents: list[Document], held_out: float) -> tuple[list[Document], l
 
 
 class Packed:
-    """Documents laid end to end and cut into rows of equal length, anew in every epoch.
+    """Documents laid end to end and cut into rows of equal length, which every epoch reorders.
 
-    Row k is the same whoever asks and whenever, so a resumed run goes on where it stopped. A
+    The k-th row is the same whoever asks and whenever, so a resumed run goes on where it stopped. A
     document cut by a row's end goes on in the next row as a document of its own.
 
     Args:
         documents: at least `length` tokens in all.
         length: tokens of a row.
-        seed: of the order.
+        seed: of the documents' order and the rows'.
+        limit: rows used, the first ones; None is all.
+
+    Attributes:
+        tokens: of every row, [rows length].
+        starts: document starts, likewise.
+        learn: what is learned, likewise.
+        rows: how many are used, the first ones.
 
     Raises:
         RequestError: too few tokens for one row.
     """
 
-    def __init__(self, documents: list[Document], length: int, seed: int):
-        self.documents, self.length, self.seed = documents, length, seed
-        self.tokens = sum(len(document.tokens) for document in documents)
-        self.rows = self.tokens // length
-        if not self.rows:
+    def __init__(self, documents: list[Document], length: int, seed: int, limit: int | None = None):
+        count = sum(len(document.tokens) for document in documents)
+        rows = count // length
+        if not rows:
             raise RequestError(
-                f"{self.tokens} training tokens are too few for one row of {length}; give more "
-                "data or a smaller length"
+                f"{count} training tokens are too few for one row of {length}; give more data or a "
+                "smaller length"
             )
-        self._epoch = -1
+        order = np.random.default_rng(seed).permutation(len(documents))
+        chosen = [documents[i] for i in order]
+        sizes = np.array([len(document.tokens) for document in chosen])
+        first = np.repeat(np.cumsum(sizes) - sizes, sizes)
 
-    def _stream(self, epoch: int):
-        if epoch != self._epoch:
-            order = np.random.default_rng((self.seed, epoch)).permutation(len(self.documents))
-            chosen = [self.documents[i] for i in order]
-            sizes = np.array([len(document.tokens) for document in chosen])
-            first = np.repeat(np.cumsum(sizes) - sizes, sizes)
-            self._cut = (
-                np.concatenate([document.tokens for document in chosen]),
-                first,
-                np.concatenate([document.learn for document in chosen]),
-            )
-            self._epoch = epoch
-        return self._cut
+        def cut(values):
+            return values[: rows * length].reshape(rows, length)
 
-    def row(self, k: int):
-        """Tokens, document starts and what is learned of row k, each [length]."""
+        self.tokens = cut(np.concatenate([document.tokens for document in chosen]))
+        self.learn = cut(np.concatenate([document.learn for document in chosen]))
+        begin = np.arange(len(self.tokens), dtype=np.int64)[:, None] * length
+        self.starts = np.maximum(cut(first) - begin, 0).astype(np.int32)
+        self.seed = seed
+        self.rows = rows if limit is None else min(rows, limit)
+        self._epoch, self._order = -1, np.arange(0)
+
+    def number(self, k: int) -> int:
+        """Which row comes k-th."""
         epoch, index = divmod(k, self.rows)
-        tokens, first, learn = self._stream(epoch)
-        at = slice(index * self.length, (index + 1) * self.length)
-        starts = np.maximum(first[at] - at.start, 0).astype(np.int32)
-        return tokens[at], starts, learn[at]
+        if epoch != self._epoch:
+            self._order = np.random.default_rng((self.seed, epoch)).permutation(self.rows)
+            self._epoch = epoch
+        return int(self._order[index])
+
+    def numbers(self, first: int, count: int, batch: int) -> Int[np.ndarray, "n b"]:
+        """Which rows make up `count` batches from the `first` on."""
+        rows = range(first * batch, (first + count) * batch)
+        return np.asarray([self.number(k) for k in rows]).reshape(count, batch)
 
     def batches(self, first: int, count: int, batch: int):
-        """`count` batches from the `first` on: three arrays [n b t]."""
-        rows = [self.row(k) for k in range(first * batch, (first + count) * batch)]
-        shape = (count, batch, self.length)
-        return tuple(np.stack(part).reshape(shape) for part in zip(*rows, strict=True))
+        """`count` batches from the `first` on: tokens, starts and what is learned, [n b t]."""
+        numbers = self.numbers(first, count, batch)
+        return self.tokens[numbers], self.starts[numbers], self.learn[numbers]

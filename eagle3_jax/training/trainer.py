@@ -21,10 +21,12 @@ from eagle3_jax.contracts import RequestError
 from eagle3_jax.drafter import Drafter
 from eagle3_jax.drafter.vocabulary import choose_vocabulary
 from eagle3_jax.generation import generate
+from eagle3_jax.load import DTYPES
 from eagle3_jax.loop import run as run_loop
 from eagle3_jax.loop.learn import Batches, LearnStages, LearnState, Tally, empty_tally
 from eagle3_jax.states import arrays_of
 from eagle3_jax.training.data import Document, Packed, read_documents, split
+from eagle3_jax.training.features import Readings
 from eagle3_jax.verifier import Verifier
 
 UPDATES_A_CALL = 10
@@ -147,6 +149,7 @@ def train(
     progress: bool = False,
     resume: bool = False,
     start: Drafter | None = None,
+    readings: Path | None = None,
 ) -> dict[str, Any]:
     """Train a drafter for a verifier on JSONL rows; features are computed as it goes.
 
@@ -161,6 +164,8 @@ def train(
         progress: show a bar on standard error.
         resume: go on from the run's last checkpoint.
         start: a drafter to start from, in place of a new one.
+        readings: a folder that keeps what the verifier says of the rows, so that later epochs and
+            runs over the same rows need not read them again; None reads them as they come.
 
     Returns:
         `run`, `checkpoint`, `tokens`, `accept_length`, `loss`, `accuracy_by_step`,
@@ -176,7 +181,11 @@ def train(
     for document in learned:
         np.add.at(counts, document.tokens[document.learn], 1)
     drafter = start or new_drafter(verifier, shape, boundaries, counts, config.seed)
-    return _Run(verifier, drafter, Path(run), config, learned, held).go(resume, progress)
+    it = _Run(verifier, drafter, Path(run), config, learned, held)
+    if readings is not None:
+        boundaries = drafter.spec.boundaries
+        it.readings = Readings(Path(readings), verifier, it.packed, boundaries)
+    return it.go(resume, progress)
 
 
 class _Run:
@@ -192,13 +201,15 @@ class _Run:
         held: list[Document],
     ):
         self.verifier, self.folder, self.config, self.held = verifier, folder, config, held
-        self.packed = Packed(learned, config.length, config.seed)
+        self.packed = Packed(learned, config.length, config.seed, config.rows)
+        self.readings: Readings | None = None
         transformation = optimiser(config)
         self.stages = LearnStages(
             verifier=verifier,
             optimiser=transformation,
             steps=config.steps,
             decay=config.step_decay,
+            dtype=DTYPES[config.dtype] if config.dtype else verifier.dtype,
         )
         # A copy: every update donates the arrays, and the caller keeps its own.
         self.drafter = drafter = jax.tree.map(jnp.copy, drafter)
@@ -287,11 +298,17 @@ class _Run:
     def _updates(self, done: int, count: int) -> Tally:
         """Run `count` updates on the device; the drafter and moments it held are donated."""
         tokens, starts, learn = self.packed.batches(done, count, self.config.batch)
+        reading = None
+        if self.readings is not None:
+            reading = self.readings.take(self.packed.numbers(done, count, self.config.batch))
         state = LearnState(
             drafter=self.drafter,
             moments=self.moments,
             batches=Batches(
-                tokens=jnp.asarray(tokens), starts=jnp.asarray(starts), learn=jnp.asarray(learn)
+                tokens=jnp.asarray(tokens),
+                starts=jnp.asarray(starts),
+                learn=jnp.asarray(learn),
+                reading=reading,
             ),
             cycle=jnp.zeros((), jnp.int32),
             tally=empty_tally(self.config.steps),

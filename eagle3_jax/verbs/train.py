@@ -28,6 +28,8 @@ class Train:
         train: how it is trained.
         drafter: its sizes; what is None follows the verifier.
         start: a drafter to start from, in place of a new one.
+        readings: a folder that keeps what the verifier says of the rows, so that later epochs and
+            runs need not read them again.
         resume: go on from the run's last checkpoint.
         json: one JSON object on standard output, all else on standard error.
     """
@@ -40,6 +42,7 @@ class Train:
     train: TrainConfig = TrainConfig()
     drafter: DrafterShape = DrafterShape()
     start: str | None = None
+    readings: Path | None = None
     resume: bool = False
     json: bool = False
 
@@ -64,5 +67,6 @@ class Train:
             progress=sys.stderr.isatty(),
             resume=self.resume,
             start=start,
+            readings=self.readings,
         )
         return found, fields(found)

@@ -135,6 +135,14 @@ def attend_differentiable(
     s, hv = context_values.shape[-2:]
     slot = jnp.arange(s, dtype=jnp.int32)[None, None, None]
 
+    def product(left, right):
+        """[b k m c] @ [b k c z]; on CPU one by one, since batched products are slow."""
+        if jax.default_backend() != "cpu":
+            return jnp.matmul(left, right, precision=precision)
+        flat = (x.reshape(b * k, *x.shape[2:]) for x in (left, right))
+        out = jax.lax.map(lambda pair: jnp.matmul(*pair, precision=precision), tuple(flat))
+        return out.reshape(b, k, *out.shape[1:])
+
     def some(q, lo, hi, own_keys, own_values):
         """Roots [b r ...] of one part; scores are [b k g r w s], in the block [b k g r w u]."""
         r = q.shape[1]
@@ -143,9 +151,8 @@ def attend_differentiable(
         # Own blocks are tiny and differ by root: products and sums, not matrix products.
         block_keys = own_keys.astype(f32).transpose(0, 3, 1, 2, 4)[:, :, None, :, None]
         block_values = own_values.astype(f32).transpose(0, 3, 1, 2, 4)[:, :, None, :, None]
-        far = jnp.einsum(
-            "bkmd,bksd->bkms", queries.reshape(b, k, -1, hd), context_keys, precision=precision
-        ).reshape(b, k, g, r, w, s)
+        far = product(queries.reshape(b, k, -1, hd), context_keys.swapaxes(-1, -2))
+        far = far.reshape(b, k, g, r, w, s)
         near = jnp.sum(queries[..., None, :] * block_keys, axis=-1)
         seen = (slot >= lo[..., None]) & (slot < hi[..., None, None])
         far = jnp.where(seen[:, None, None], far, -jnp.inf)
@@ -160,9 +167,7 @@ def attend_differentiable(
         total = jnp.sum(far, axis=-1, keepdims=True) + jnp.sum(near, axis=-1, keepdims=True)
         if sink is not None:
             total = total + jnp.exp(sink[..., None] - top)
-        out = jnp.einsum(
-            "bkms,bksd->bkmd", far.reshape(b, k, -1, s), context_values, precision=precision
-        ).reshape(b, k, g, r, w, hv)
+        out = product(far.reshape(b, k, -1, s), context_values).reshape(b, k, g, r, w, hv)
         out = out + jnp.sum(near[..., None] * block_values, axis=-2)
         out = out / jnp.where(total > 0, total, 1.0)
         return out.transpose(0, 3, 4, 1, 2, 5).reshape(b, r, w, h, hv).astype(q.dtype)

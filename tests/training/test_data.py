@@ -70,8 +70,7 @@ def test_packing_keeps_every_document_contiguous(sizes, length, seed):
         return
     packed = Packed(documents, length, seed)
     seen = []
-    for k in range(packed.rows):
-        tokens, starts, learn = packed.row(k)
+    for tokens, starts, learn in zip(packed.tokens, packed.starts, packed.learn, strict=True):
         assert learn.all() and len(tokens) == length
         for t in range(length):
             # From its start on, a document's tokens follow one another.
@@ -79,8 +78,24 @@ def test_packing_keeps_every_document_contiguous(sizes, length, seed):
             if starts[t] > 0:
                 assert tokens[starts[t]] % 1000 == 0
         seen += tokens.tolist()
-    assert len(set(seen)) == len(seen)
-    again = Packed(documents, length, seed)
+    assert len(set(seen)) == len(seen) == packed.rows * length
+
+
+@given(st.integers(4, 200), st.integers(0, 5), st.none() | st.integers(1, 9))
+def test_every_epoch_has_every_row_once_in_an_order_that_is_repeated(size, seed, limit):
+    packed, again = (Packed(documents_of([size]), 4, seed, limit) for _ in range(2))
+    assert packed.rows == min(size // 4, limit or size)
+    epochs = [[packed.number(e * packed.rows + k) for k in range(packed.rows)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(packed.rows)) for epoch in epochs)
     late = packed.rows * 3 + 1
-    for mine, other in zip(packed.row(late), again.row(late), strict=True):
-        assert np.array_equal(mine, other)
+    assert again.number(late) == packed.number(late)
+    tokens, starts, learn = again.batches(late, 2, 3)
+    numbers = packed.numbers(late, 2, 3)
+    assert numbers.ravel().tolist() == [packed.number(late * 3 + k) for k in range(6)]
+    assert np.array_equal(tokens, packed.tokens[numbers])
+    assert tokens.shape == starts.shape == learn.shape == (2, 3, 4)
+
+
+def test_a_share_of_the_rows_is_part_of_all_of_them():
+    few, all_of_them = (Packed(documents_of([50, 30]), 8, 0, limit) for limit in (3, None))
+    assert few.rows == 3 and np.array_equal(few.tokens, all_of_them.tokens)

@@ -154,3 +154,14 @@ def test_a_diverged_loss_is_named(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "summary", lambda tally: {**summary(tally), "loss": float("nan")})
     with pytest.raises(RequestError, match="diverged; lower learning_rate"):
         train(tiny_verifier("llama"), rows, tmp_path / "run", CONFIG, SHAPE, BOUNDARIES)
+
+
+def test_a_run_with_kept_readings_learns_the_same(rows, trained, tmp_path):
+    verifier = tiny_verifier("llama")
+    kept = tmp_path / "readings"
+    train(verifier, rows, tmp_path / "run", CONFIG, SHAPE, BOUNDARIES, readings=kept)
+    whole, other = (
+        [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
+        for folder in (trained[0], tmp_path / "run")
+    )
+    np.testing.assert_allclose(other, whole, rtol=1e-4)
