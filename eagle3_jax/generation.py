@@ -14,6 +14,7 @@ from eagle3_jax.drafter import Drafter
 from eagle3_jax.forest.processing import Hook, plan_of
 from eagle3_jax.load import recommended_speculation
 from eagle3_jax.loop.decode import DecodeStages
+from eagle3_jax.loop.forms import decoding_forms
 from eagle3_jax.loop.prefill import CHUNK
 from eagle3_jax.verifier.decoder import Verifier, check_tokens
 from kernels_pallas.forest_attention.xla import BLOCK
@@ -322,7 +323,10 @@ def make_stages(
     for each in samplings:
         check_sampling(each, verifier)
     plan = plan_of(samplings, logprobs, logits_processor)
-    return DecodeStages(verifier=verifier, drafter=drafter, speculation=speculation, plan=plan)
+    reader, drafter = decoding_forms(verifier, drafter)
+    return DecodeStages(
+        verifier=verifier, drafter=drafter, speculation=speculation, plan=plan, reader=reader
+    )
 
 
 def _samplings(sampling: Sampling | Sequence[Sampling], prompts: int) -> list[Sampling]:

@@ -5,12 +5,15 @@ arguments are made from its own annotations, and each array among them is spoile
 """
 
 import ast
+import atexit
 import collections
 import dataclasses
 import importlib
 import inspect
 import math
 import pkgutil
+import shutil
+import tempfile
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -22,6 +25,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from flax import nnx
 
 from eagle3_jax import testing
 from eagle3_jax.configs import ExpertsConfig, RopeConfig, Sampling, Speculation, VerifierConfig
@@ -31,6 +35,9 @@ from eagle3_jax.drafter.drafter import Roots
 from eagle3_jax.forest.processing import Plan
 from eagle3_jax.layers import Linear, Mlp, RmsNorm
 from eagle3_jax.loop.decode import DecodeStages, DecodeState
+from eagle3_jax.training.data import Document, Packed
+from eagle3_jax.training.features import Readings
+from eagle3_jax.turned import Apart, Turned
 from eagle3_jax.verifier import Verifier
 from eagle3_jax.verifier.attention import GroupedQueryAttention, LatentAttention
 from eagle3_jax.verifier.decoder import Layer
@@ -84,6 +91,8 @@ OF_TYPE: dict[Any, Callable[[], Any]] = {
     Any: lambda: (),
     DecodeState: lambda: STAGES.make_state(SIZES["b"], 128),
     Linear: lambda: Linear(KEY, SIZES["a"], SIZES["z"]),
+    Turned: lambda: Turned(Linear(KEY, SIZES["a"], SIZES["z"])),
+    Apart: lambda: apart_linear(),
     RmsNorm: lambda: RmsNorm(SIZES["a"], 1e-6),
     Mlp: lambda: Mlp(KEY, SIZES["a"], SIZES["i"]),
     GroupedQueryAttention: lambda: one_layer(LLAMA.dense_layers).attention,
@@ -91,7 +100,24 @@ OF_TYPE: dict[Any, Callable[[], Any]] = {
     Layer: lambda: one_layer(LLAMA.dense_layers),
     Router: lambda: one_layer(DEEPSEEK.moe_layers).router,
     Experts: lambda: DEEPSEEK.experts,
+    Readings: lambda: kept_readings(),
 }
+
+
+def kept_readings() -> Readings:
+    """Of more rows than there are arguments, in a folder that is gone with this process."""
+    document = Document("a", np.full(999, 2, np.int32), np.ones(999, bool))
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    return Readings(folder, LLAMA, Packed([document], 8, 0), (1, 2))
+
+
+def apart_linear() -> Apart:
+    """Of the second of two layers."""
+    apart = Apart(Linear(KEY, SIZES["a"], SIZES["z"]), 0)
+    kernel = jnp.zeros((SIZES["z"], SIZES["a"]))
+    apart.kernels, apart.layer = nnx.data([kernel, kernel]), jnp.ones((), jnp.int32)
+    return apart
 
 
 def one_root() -> Roots:
@@ -104,6 +130,7 @@ def one_root() -> Roots:
 # Arguments that only one function wants so.
 ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
     "eagle3_jax.verifier.attention.attend_and_keep": {"cache": lambda: None},
+    "eagle3_jax.turned.bind": {"layer": lambda: LLAMA, "kernels": lambda: []},
     "eagle3_jax.layers.stacked": {"make": lambda: lambda key: Linear(key, 2, 2)},
     "eagle3_jax.forest.trees.grow_tree": {
         "embed": lambda: LLAMA.embed,
@@ -132,6 +159,7 @@ UNSHAPED: dict[str, str] = {
     "kernels_pallas.forest_attention.xla.attend_differentiable": BEHIND_THE_API,
     "eagle3_jax.loop.decode.write_tokens": "`live` flags rows, and broadcasts",
     "eagle3_jax.loop.learn.ahead": "anything by row and position: ids, flags, distributions",
+    "eagle3_jax.loop.learn.behind": "likewise",
     "eagle3_jax.training.trainer.new_drafter": "token counts, checked by choose_vocabulary",
     "eagle3_jax.training.trainer.export": "a dtype's name and a dictionary, no arrays",
     "eagle3_jax.verifier.decoder.check_tokens": "token lists of any kind and shape, read by numpy",

@@ -115,6 +115,8 @@ class DecodeStages(nnx.Pytree):
         plan: what the rows ask for in all; static.
         choose: how a drafted token is chosen; static. None is by the speculation: the likeliest, or
             drawn.
+        reader: the verifier in the form that passes over nodes are fastest in (`loop/forms.py`);
+            None is `verifier`, which reads the prompts.
     """
 
     verifier: Verifier = nnx.data()
@@ -122,6 +124,7 @@ class DecodeStages(nnx.Pytree):
     speculation: Speculation = nnx.static()
     plan: Plan = nnx.static(default=Plan())
     choose: Choose | None = nnx.static(default=None)
+    reader: Verifier | None = nnx.data(default=None)
 
     @property
     def depth(self) -> int:
@@ -231,14 +234,15 @@ class DecodeStages(nnx.Pytree):
 
     def verify(self, state: DecodeState, forest: Forest) -> NodeScores:
         """One verifier pass over root and nodes."""
-        hidden, features, rows = self.verifier.forward(
+        verifier = self.verifier if self.reader is None else self.reader
+        hidden, features, rows = verifier.forward(
             forest.tokens[:, None],
             block_scope(state.length, forest.depth, forest.ancestors),
             state.cache,
             self.boundaries,
         )
         assert rows is not None
-        return NodeScores(logits=self.verifier.read_out(hidden[:, 0]), features=features, rows=rows)
+        return NodeScores(logits=verifier.read_out(hidden[:, 0]), features=features, rows=rows)
 
     def judge(self, state: DecodeState, forest: Forest, scores: NodeScores) -> Drawn:
         """The accepted path and the token after it, by the rows' processed distributions."""

@@ -270,7 +270,7 @@ class LearnStages(nnx.Pytree):
     decay: float = nnx.static()
     dtype: Any = nnx.static(default=None)
 
-    def cast(self, weight: Float[Array, "..."]) -> Float[Array, "..."]:
+    def _cast(self, weight: Float[Array, "..."]) -> Float[Array, "..."]:
         """A weight as the products take it; norms' weights stay float32."""
         return weight if self.dtype is None or weight.ndim < 2 else weight.astype(self.dtype)
 
@@ -323,7 +323,7 @@ class LearnStages(nnx.Pytree):
         )
 
         def loss_of(parameters):
-            drafter = nnx.merge(graph, jax.tree.map(self.cast, parameters), rest)
+            drafter = nnx.merge(graph, jax.tree.map(self._cast, parameters), rest)
             chain = chain_hidden(
                 drafter, verifier, features, forest.tokens, forest.starts, self.steps
             )

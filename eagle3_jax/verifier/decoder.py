@@ -25,6 +25,7 @@ from eagle3_jax.contracts import (
 )
 from eagle3_jax.layers import Linear, Mlp, RmsNorm, stacked
 from eagle3_jax.tokenizer import Tokenizer
+from eagle3_jax.turned import Turned, bind, take_apart
 from eagle3_jax.verifier.attention import GroupedQueryAttention, LatentAttention, LayerRows
 from eagle3_jax.verifier.experts import Experts, Router
 
@@ -131,6 +132,7 @@ class Verifier(nnx.Module):
         name: its identity, written into drafters trained on it.
         tokenizer: None where unknown.
         no_tokenizer: why there is none, where there is none.
+        kernels: those of the layers that `apart` has taken out of their stack; else None.
     """
 
     def __init__(
@@ -159,6 +161,7 @@ class Verifier(nnx.Module):
         self.experts = Experts(keys[3], moe, c.width, c.experts) if moe and c.experts else None
         self.norm = RmsNorm(c.width, c.norm_eps, c.wide_norms)
         self.head = Linear(keys[4], c.width, c.vocab_size)
+        self.kernels: list[list[Array]] | None = nnx.data(None)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -260,6 +263,8 @@ class Verifier(nnx.Module):
                     return alone(x, chosen, weights, jnp.zeros((), jnp.int32), differentiable)
 
                 number = index + run.first
+                if self.kernels is not None:
+                    bind(layer, self.kernels, number)
                 x, rows = layer(
                     x,
                     scope,
@@ -292,6 +297,26 @@ class Verifier(nnx.Module):
             joined = jax.tree.map(lambda *p: jnp.concatenate(p, axis=0), *parts)
             rows = Rows(keys=joined[0], values=joined[1])
         return x, features, rows
+
+    def apart(self) -> "Verifier":
+        """A copy whose passes over a few tokens are faster on CPU; forward only.
+
+        Kernels lie [out, in] in arrays of their own, which no scan copies out of a stack. All else
+        is shared.
+
+        Raises:
+            UnsupportedError: latent attention or experts, which read their arrays by themselves.
+        """
+        c = self.config
+        if c.latent or c.moe_layers:
+            raise UnsupportedError(
+                "layers apart: expected grouped-query attention and dense layers throughout, found "
+                f"{'latent attention' if c.latent else 'experts'}; decode with the verifier itself"
+            )
+        copy = jax.tree.map(lambda x: x, self)
+        copy.kernels = nnx.data(take_apart(copy.dense_layers))
+        copy.head = Turned(self.head)
+        return copy
 
     def score(self, tokens: Int[Array, "b t"], boundaries: tuple[int, ...] | None = None) -> Scores:
         """Logits and features of whole texts, in one compiled pass without a cache.
