@@ -49,7 +49,7 @@ def random_kernel(key: Key[Array, ""], *shape: int, fan_in: int) -> Float[Array,
 
 
 class Linear(nnx.Module):
-    """A linear map with its kernel stored [in, out] (the transposed layout is slow on CPU)."""
+    """A linear map with its kernel stored [in, out]; `eagle3_jax/turned.py` has the other way."""
 
     def __init__(self, key: Key[Array, ""], inputs: int, outputs: int, bias: bool = False):
         self.kernel = nnx.Param(random_kernel(key, inputs, outputs, fan_in=inputs))
