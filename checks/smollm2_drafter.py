@@ -116,7 +116,8 @@ def length(args: argparse.Namespace, sets: Sets) -> bool:
     """Accept length of every shape."""
     verifier, loaded = load("smollm2", (args.drafter,), args.dtype)
     (drafter,) = loaded.values()
-    shapes = {text: SpeculationFlags().whole(text) for text in (*CHAINS, *TREES)}
+    shapes = {text: SpeculationFlags().whole(text) for text in args.settings or (*CHAINS, *TREES)}
+    began = time.perf_counter()
     found: dict[str, Any] = {}
     for text, shape in shapes.items():  # one at a time, so that a line shows as soon as it is known
         one = accept_lengths(
@@ -129,13 +130,18 @@ def length(args: argparse.Namespace, sets: Sets) -> bool:
             limit=args.limit,
         )
         found[shape_of(shape)] = one
-        print(f"  {shape_of(shape)}: {one['mean']['accept_length']:.3f}", flush=True)
+        took, began = time.perf_counter() - began, time.perf_counter()
+        print(f"  {shape_of(shape)}: {one['mean']['accept_length']:.3f} ({took:.0f} s)", flush=True)
     table(found, {})
-    sizes = {name: figures["new_tokens"] for name, figures in found["depth 1"]["sets"].items()}
+    first = next(iter(found.values()))
+    sizes = {name: figures["new_tokens"] for name, figures in first["sets"].items()}
     print(f"{verifier.dtype}, greedy, answer tokens of each shape: {sizes}")
     passed = True
-    for what, texts, wanted in (("chain", CHAINS, CHAIN), ("tree", TREES, TREE)):
-        name, value = best(found, [shape_of(shapes[text]) for text in texts], "accept_length")
+    for what, is_tree, wanted in (("chain", False, CHAIN), ("tree", True, TREE)):
+        names = [shape_of(shape) for shape in shapes.values() if (shape.topk > 1) == is_tree]
+        if not names:
+            continue
+        name, value = best(found, names, "accept_length")
         passed &= said(f"best {what} {name}: {value:.2f}, {wanted} wanted", value >= wanted)
     return passed
 
@@ -260,7 +266,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int, help="conversations of a set; prompts of `same`")
     parser.add_argument("--new", type=int, default=128, help="new tokens of an answer")
     parser.add_argument("--rows", type=int, default=16, help="side by side in `length`")
-    parser.add_argument("--settings", nargs="+", help="of `speed`, beside the recommendation")
+    parser.add_argument("--settings", nargs="+", help="of `length`; of `speed`, beside its own")
     parser.add_argument("--chain", default="depth=4", help="of `sampled`")
     parser.add_argument("--tree", default="depth=4,topk=4,nodes=15", help="of `same`, `sampled`")
     args = parser.parse_args()

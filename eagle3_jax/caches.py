@@ -12,6 +12,8 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from kernels_pallas import Backend
+
 UNROLLED_ROWS = 8
 """Up to this many rows are written without a loop, whose turns cost more than the copy."""
 
@@ -57,6 +59,7 @@ class Scope(nnx.Pytree):
         hi: one past the last context slot seen, by root.
         ancestors: which slots of its block a query sees, itself among them.
         row: first cache row the queries belong to.
+        backend: which form of attention the pass takes; static.
     """
 
     positions: Int[Array, "b r w"] = nnx.data()
@@ -64,6 +67,7 @@ class Scope(nnx.Pytree):
     hi: Int[Array, "b r"] = nnx.data()
     ancestors: Bool[Array, "b w u"] = nnx.data()
     row: Int[Array, ""] = nnx.data()
+    backend: Backend = nnx.static(default="xla")
 
 
 def text_scope(starts: Int[Array, "b t"]) -> Scope:
@@ -88,6 +92,7 @@ def block_scope(
     depth: Int[Array, "b w"],
     ancestors: Bool[Array, "b w u"],
     row: Int[Array, ""] | int = 0,
+    backend: Backend = "xla",
 ) -> Scope:
     """One block a row on top of `lengths` committed slots: a prefill chunk, a verify, a refresh."""
     b, w = depth.shape
@@ -97,6 +102,7 @@ def block_scope(
         hi=lengths[:, None],
         ancestors=ancestors,
         row=jnp.asarray(row, jnp.int32),
+        backend=backend,
     )
 
 

@@ -22,6 +22,7 @@ from eagle3_jax.generation import (
 )
 from eagle3_jax.loop.decode import DecodeState
 from eagle3_jax.verifier.decoder import Verifier
+from kernels_pallas import Backend
 
 FIRST = 4096
 """Slots that a conversation begins with, where the verifier reads texts that long."""
@@ -46,6 +47,7 @@ class Chat:
         sampling: of every turn; draws are those of `generate` for a single prompt.
         max_new_tokens: a turn stops there or at an end token.
         system: the system message.
+        kernels: what attention and judging run on in a cycle, as in `generate`.
 
     Attributes:
         messages: of the conversation so far, each a role and a content.
@@ -66,6 +68,7 @@ class Chat:
         sampling: Sampling = Sampling(),
         max_new_tokens: int = 512,
         system: str | None = None,
+        kernels: Backend = "xla",
     ):
         if verifier.tokenizer is None or verifier.tokenizer.template is None:
             raise RequestError(
@@ -75,7 +78,7 @@ class Chat:
         self._new = sampling.max_new_tokens or max_new_tokens
         if self._new < 1:
             raise RequestError(f"max_new_tokens {max_new_tokens} must be at least 1")
-        self._stages = make_stages(verifier, drafter, speculation, [sampling])
+        self._stages = make_stages(verifier, drafter, speculation, [sampling], kernels=kernels)
         self._most = needed_capacity(verifier.config.max_length, 0, self._stages)
         self._first = min(FIRST, self._most) if capacity is None else capacity
         check_multiple(self._first)

@@ -19,10 +19,15 @@ from eagle3_jax.contracts import ContractError, default_boundaries
 from eagle3_jax.load import bundled
 from eagle3_jax.states import arrays_of
 from eagle3_jax.verifier import Verifier
+from kernels_pallas import Backend, available
 
 
-def describe_library() -> dict[str, Any]:
-    """Versions, devices, the backend of every operation, bundled models."""
+def describe_library(kernels: Backend = "xla") -> dict[str, Any]:
+    """Versions, devices, the backend of every operation, bundled models.
+
+    Args:
+        kernels: asked for of a cycle.
+    """
     cpu = jax.default_backend() == "cpu"
     return {
         "versions": {
@@ -34,7 +39,9 @@ def describe_library() -> dict[str, Any]:
         "platform": jax.default_backend(),
         "devices": [str(device) for device in jax.devices()],
         "backends": {
-            "forest_attention": "xla",
+            "attention": {"cycle": kernels, "prompts": "xla"},
+            "tree_walk": kernels,
+            "mosaic_gpu": available("mosaic_gpu") or "available",
             "experts": {
                 "few_tokens": "experts_in_use" if cpu else "experts_ragged",
                 "many_tokens": "experts_by_tile" if cpu else "experts_ragged",

@@ -17,6 +17,8 @@ from eagle3_jax.loop.decode import DecodeStages
 from eagle3_jax.loop.forms import decoding_forms
 from eagle3_jax.loop.prefill import CHUNK
 from eagle3_jax.verifier.decoder import Verifier, check_tokens
+from kernels_pallas import MOST_SLOTS, Backend, check_backend
+from kernels_pallas.backends import interpreted
 from kernels_pallas.forest_attention.xla import BLOCK
 
 CYCLES = 8
@@ -165,6 +167,7 @@ def generate(
     sampling: Sampling | Sequence[Sampling] = Sampling(),
     logprobs: bool = False,
     logits_processor: Hook | None = None,
+    kernels: Backend = "xla",
     progress: Callable[[int], None] | None = None,
 ) -> Output:
     """Continue prompts, with speculation where a drafter is given.
@@ -187,6 +190,8 @@ def generate(
         logprobs: keep log-probabilities of new tokens.
         logits_processor: a function of (scores [b v], texts so far [b s], their lengths [b]) to
             scores, traced into the loop, after penalties and before temperature.
+        kernels: what attention and judging run on in a cycle: `xla` anywhere, `mosaic_gpu` on GPUs
+            of compute capability 9.0. Prompts are read by `xla`.
         progress: called with the number of finished prompts.
 
     Raises:
@@ -206,6 +211,7 @@ def generate(
         sampling=sampling,
         logprobs=logprobs,
         logits_processor=logits_processor,
+        kernels=kernels,
     )
     watched = any(who.sampling.stop for who in batch.seats)
     cycles = CYCLES if watched else max(who.new for who in batch.seats)
@@ -230,6 +236,7 @@ def stream(
     sampling: Sampling | Sequence[Sampling] = Sampling(),
     logprobs: bool = False,
     logits_processor: Hook | None = None,
+    kernels: Backend = "xla",
 ) -> Generator[Piece, None, None]:
     """What `generate` gives, piece by piece; pieces of prompts that sit side by side alternate.
 
@@ -251,6 +258,7 @@ def stream(
         sampling=sampling,
         logprobs=logprobs,
         logits_processor=logits_processor,
+        kernels=kernels,
     )
     return batch.pieces(CYCLES)
 
@@ -274,6 +282,7 @@ def make_batch(
     sampling: Sampling | Sequence[Sampling],
     logprobs: bool = False,
     logits_processor: Hook | None = None,
+    kernels: Backend = "xla",
 ) -> Batch:
     """The rows of `generate`, compiled and not yet filled; arguments and errors are its own."""
     if not prompts:
@@ -287,7 +296,9 @@ def make_batch(
                 f"max_new_tokens {max_new_tokens} is below sampling min_new_tokens "
                 f"{each.min_new_tokens}; raise one or lower the other"
             )
-    stages = make_stages(verifier, drafter, speculation, samplings, logprobs, logits_processor)
+    stages = make_stages(
+        verifier, drafter, speculation, samplings, logprobs, logits_processor, kernels
+    )
     keys = [jax.random.key(each.seed) for each in samplings]
     if isinstance(sampling, Sampling):
         keys = [jax.random.fold_in(key, i) for i, key in enumerate(keys)]
@@ -311,6 +322,7 @@ def make_stages(
     samplings: Sequence[Sampling],
     logprobs: bool = False,
     logits_processor: Hook | None = None,
+    kernels: Backend = "xla",
 ) -> DecodeStages:
     """Decoding's stages for some requests; arguments and errors are those of `generate`."""
     if speculation is None:
@@ -322,11 +334,39 @@ def make_stages(
         )
     for each in samplings:
         check_sampling(each, verifier)
+    check_kernels(kernels, drafter, speculation)
     plan = plan_of(samplings, logprobs, logits_processor)
     reader, drafter = decoding_forms(verifier, drafter)
     return DecodeStages(
-        verifier=verifier, drafter=drafter, speculation=speculation, plan=plan, reader=reader
+        verifier=verifier,
+        drafter=drafter,
+        speculation=speculation,
+        plan=plan,
+        reader=reader,
+        kernels=kernels,
     )
+
+
+def check_kernels(kernels: Backend, drafter: Drafter | None, speculation: Speculation) -> None:
+    """Refuse kernels that this process cannot run, and blocks of more slots than they take.
+
+    Raises:
+        RequestError: says which.
+    """
+    try:
+        check_backend(kernels)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+    if drafter is None or interpreted(kernels) is None:
+        return
+    drafted = speculation.nodes or speculation.depth
+    slots = max(drafted + 1, (speculation.depth - 1) * speculation.topk)
+    if slots > MOST_SLOTS:
+        raise RequestError(
+            f"kernels {kernels!r} take blocks of up to {MOST_SLOTS} slots; a shape of "
+            f"{drafted} nodes, depth {speculation.depth} and topk {speculation.topk} needs "
+            f"{slots}; draft fewer or use xla"
+        )
 
 
 def _samplings(sampling: Sampling | Sequence[Sampling], prompts: int) -> list[Sampling]:

@@ -1,5 +1,15 @@
-"""Attention operations of the speculative loop, one folder an operation."""
+"""Operations of the speculative loop that have kernels, one folder an operation."""
 
+from kernels_pallas.backends import BACKENDS, MOST_SLOTS, Backend, available, check_backend
 from kernels_pallas.forest_attention.api import forest_attention
+from kernels_pallas.tree_walk.api import tree_walk
 
-__all__ = ["forest_attention"]
+__all__ = [
+    "BACKENDS",
+    "MOST_SLOTS",
+    "Backend",
+    "available",
+    "check_backend",
+    "forest_attention",
+    "tree_walk",
+]

@@ -42,6 +42,7 @@ from eagle3_jax.verifier import Verifier
 from eagle3_jax.verifier.attention import GroupedQueryAttention, LatentAttention
 from eagle3_jax.verifier.decoder import Layer
 from eagle3_jax.verifier.experts import Experts, Router
+from kernels_pallas import Backend
 
 PACKAGES = ("eagle3_jax", "kernels_pallas", "sharding", "checkpoints")
 
@@ -89,6 +90,7 @@ OF_TYPE: dict[Any, Callable[[], Any]] = {
     Drafter: lambda: DRAFTER,
     DecodeStages: lambda: STAGES,
     Any: lambda: (),
+    Backend: lambda: "xla",
     DecodeState: lambda: STAGES.make_state(SIZES["b"], 128),
     Linear: lambda: Linear(KEY, SIZES["a"], SIZES["z"]),
     Turned: lambda: Turned(Linear(KEY, SIZES["a"], SIZES["z"])),
@@ -150,13 +152,16 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
     },
 }
 
-BEHIND_THE_API = "called by kernels_pallas.forest_attention alone, which has checked the shapes"
+BEHIND_THE_API = "called by its operation's api alone, which has checked the shapes"
 
 # Public signatures that take arrays of no declared shape, and why that is right.
 UNSHAPED: dict[str, str] = {
     "kernels_pallas.forest_attention.reference.attend": BEHIND_THE_API,
     "kernels_pallas.forest_attention.xla.attend_blocked": BEHIND_THE_API,
     "kernels_pallas.forest_attention.xla.attend_differentiable": BEHIND_THE_API,
+    "kernels_pallas.tree_walk.mosaic_gpu.walk": BEHIND_THE_API,
+    "kernels_pallas.tree_walk.reference.walk": BEHIND_THE_API,
+    "kernels_pallas.tree_walk.xla.walk": BEHIND_THE_API,
     "eagle3_jax.loop.decode.write_tokens": "`live` flags rows, and broadcasts",
     "eagle3_jax.loop.learn.ahead": "anything by row and position: ids, flags, distributions",
     "eagle3_jax.loop.learn.behind": "likewise",

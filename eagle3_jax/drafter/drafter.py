@@ -18,7 +18,7 @@ from eagle3_jax.configs import DrafterConfig
 from eagle3_jax.contracts import ContractError, DraftHidden, FeatureSpec, VerifierFeatures
 from eagle3_jax.layers import Linear, Mlp, RmsNorm, stacked
 from eagle3_jax.verifier.rope import rotate
-from kernels_pallas import forest_attention
+from kernels_pallas import Backend, forest_attention
 
 
 class Fixed(nnx.Variable):
@@ -182,6 +182,7 @@ class Drafter(nnx.Module):
             scale=hd**-0.5,
             row=scope.row,
             differentiable=differentiable,
+            backend=scope.backend,
         )
         g = (normed if c.norm_before_residual else g) + self.o(out.reshape(b, r * w, h * hd))
         g = g + self.mlp(self.mlp_norm(g))
@@ -237,12 +238,14 @@ class Roots(nnx.Pytree):
         lo: first context slot its nodes see.
         hi: one past the last; the root's own row is the last.
         context: the context rows.
+        backend: which form of attention their nodes take; static.
     """
 
     positions: Int[Array, "b r"] = nnx.data()
     lo: Int[Array, "b r"] = nnx.data()
     hi: Int[Array, "b r"] = nnx.data()
     context: Cache = nnx.data()
+    backend: Backend = nnx.static(default="xla")
 
 
 def node_positions(roots: Roots, depth: Int[Array, ""] | int) -> Int[Array, "b r"]:
@@ -280,5 +283,6 @@ def growth_step(
         hi=roots.hi,
         ancestors=ancestors,
         row=jnp.zeros((), jnp.int32),
+        backend=roots.backend,
     )
     return drafter.layer(hidden, embeddings, scope, roots.context, block, slot, differentiable)

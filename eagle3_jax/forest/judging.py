@@ -6,6 +6,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from eagle3_jax.forest.topology import Forest
+from kernels_pallas import Backend, tree_walk
 
 
 @nnx.dataclass
@@ -42,23 +43,23 @@ def agree(proposed: Int[Array, "*n"], best: Int[Array, "*n"]) -> Bool[Array, "*n
     return proposed == best
 
 
-def judge_greedily(forest: Forest, logits: Float[Array, "b w v"], max_depth: int) -> Verdict:
+def judge_greedily(
+    forest: Forest,
+    logits: Float[Array, "b w v"],
+    max_depth: int,
+    backend: Backend = "xla",
+) -> Verdict:
     """The longest path on which every node is the verifier's greedy choice at its parent.
 
     Args:
         forest: root and drafted nodes; siblings have different tokens.
         logits: the verifier's, at every slot.
         max_depth: of the deepest node; p = max_depth + 1.
+        backend: of the walk.
     """
     best = likeliest(logits)
     wanted = jnp.take_along_axis(best, forest.parents, axis=1)
-    match = agree(forest.tokens, wanted) | (forest.depth == 0)
-    accepted = jnp.all(jnp.logical_not(forest.ancestors) | match[:, None], axis=-1)
-    # At most one accepted slot a depth, since siblings differ.
-    level = jnp.arange(max_depth + 1, dtype=jnp.int32)[None, :, None]
-    at_level = accepted[:, None] & (forest.depth[:, None] == level)
-    count = jnp.sum(jnp.any(at_level, axis=-1), axis=-1, dtype=jnp.int32)
-    slots = jnp.argmax(at_level, axis=-1).astype(jnp.int32)
-    last = jnp.take_along_axis(slots, count[:, None] - 1, axis=1)
-    path = jnp.where(level[..., 0] < count[:, None], slots, last)
-    return Verdict(path=path, count=count, bonus=jnp.take_along_axis(best, last, axis=1)[:, 0])
+    path, count, bonus = tree_walk(
+        agree(forest.tokens, wanted), forest.parents, best, max_depth=max_depth, backend=backend
+    )
+    return Verdict(path=path, count=count, bonus=bonus)

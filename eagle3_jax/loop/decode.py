@@ -42,6 +42,7 @@ from eagle3_jax.forest.processing import (
 from eagle3_jax.forest.topology import Forest, chain
 from eagle3_jax.forest.trees import grow_tree
 from eagle3_jax.verifier.decoder import Verifier
+from kernels_pallas import Backend
 
 
 @nnx.dataclass
@@ -117,6 +118,7 @@ class DecodeStages(nnx.Pytree):
             drawn.
         reader: the verifier in the form that passes over nodes are fastest in (`loop/forms.py`);
             None is `verifier`, which reads the prompts.
+        kernels: which form of attention and of the tree walk a cycle's passes take; static.
     """
 
     verifier: Verifier = nnx.data()
@@ -125,6 +127,7 @@ class DecodeStages(nnx.Pytree):
     plan: Plan = nnx.static(default=Plan())
     choose: Choose | None = nnx.static(default=None)
     reader: Verifier | None = nnx.data(default=None)
+    kernels: Backend = nnx.static(default="xla")
 
     @property
     def depth(self) -> int:
@@ -203,7 +206,7 @@ class DecodeStages(nnx.Pytree):
             self.drafter,
             VerifierFeatures(array=state.pending, spec=self.spec),
             self.verifier.embed(jnp.take_along_axis(state.tokens, following, axis=1)),
-            block_scope(state.draft_length, offset, causal(b, path)),
+            block_scope(state.draft_length, offset, causal(b, path), backend=self.kernels),
             state.draft_cache,
         )
         cache = write_rows(
@@ -219,6 +222,7 @@ class DecodeStages(nnx.Pytree):
             lo=jnp.zeros((b, 1), jnp.int32),
             hi=state.length[:, None],
             context=cache,
+            backend=self.kernels,
         )
         state = dataclasses.replace(state, draft_cache=cache)
         embed = self.verifier.embed
@@ -237,7 +241,7 @@ class DecodeStages(nnx.Pytree):
         verifier = self.verifier if self.reader is None else self.reader
         hidden, features, rows = verifier.forward(
             forest.tokens[:, None],
-            block_scope(state.length, forest.depth, forest.ancestors),
+            block_scope(state.length, forest.depth, forest.ancestors, backend=self.kernels),
             state.cache,
             self.boundaries,
         )
@@ -248,7 +252,7 @@ class DecodeStages(nnx.Pytree):
         """The accepted path and the token after it, by the rows' processed distributions."""
         logits = scores.logits
         if self.plan.plainly_greedy:
-            verdict = judge_greedily(forest, logits, self.depth)
+            verdict = judge_greedily(forest, logits, self.depth, self.kernels)
             return Drawn(verdict=verdict, seen=None, logprobs=None)
         asked = Asked(
             settings=state.settings,

@@ -36,6 +36,7 @@ from eagle3_jax.verbs.common import (
     shape_of,
 )
 from eagle3_jax.verifier import Verifier
+from kernels_pallas import Backend
 
 RUNS = 3
 """Timed runs of each way of decoding in a comparison; the median one counts."""
@@ -58,6 +59,8 @@ class Decode:
         raw: do not put prompts through the chat template.
         speculation: what is drafted.
         sampling: how tokens are chosen.
+        kernels: what attention and judging run on in a cycle; `mosaic_gpu` needs a GPU of compute
+            capability 9.0.
         compare_plain: decode plainly too, and compare tokens and speed.
         plain_dtype: of plain decoding in the comparison; None is what the drafter's manifest
             recommends for it.
@@ -76,6 +79,7 @@ class Decode:
     raw: bool = False
     speculation: SpeculationFlags = SpeculationFlags()
     sampling: SamplingFlags = Sampling()
+    kernels: Backend = "xla"
     compare_plain: bool = False
     plain_dtype: Dtype = None
     json: bool = False
@@ -102,6 +106,7 @@ class Decode:
             "capacity": self.capacity,
             "raw": raw,
             "sampling": self.sampling,
+            "kernels": self.kernels,
         }
         plainly = drafter is None or (speculation.depth == 0 and not self.compare_plain)
         label = "plain" if plainly else f"speculation ({shape_of(speculation)})"

@@ -3,6 +3,7 @@
 import dataclasses
 
 from eagle3_jax.console import fields
+from eagle3_jax.contracts import RequestError
 from eagle3_jax.describe import describe_drafter, describe_library, describe_verifier
 from eagle3_jax.load import (
     find_drafter,
@@ -10,6 +11,7 @@ from eagle3_jax.load import (
     load_verifier,
 )
 from eagle3_jax.verbs.common import Result
+from kernels_pallas import Backend, check_backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,16 +21,21 @@ class Info:
     Attributes:
         verifier: a folder or a bundled name.
         drafter: a folder or a bundled name; checked against the verifier where both are given.
+        kernels: what attention and judging are to run on in a cycle, as in `eagle3 decode`.
         json: one JSON object on standard output, all else on standard error.
     """
 
     verifier: str | None = None
     drafter: str | None = None
+    kernels: Backend = "xla"
     json: bool = False
 
     def execute(self) -> Result:
         """Collect what there is to know."""
-        found = describe_library()
+        try:
+            found = describe_library(check_backend(self.kernels))
+        except ValueError as error:
+            raise RequestError(str(error)) from None
         verifier = None
         if self.verifier is not None:
             verifier = load_verifier(self.verifier)

@@ -64,6 +64,7 @@ def attend_and_keep(
         value_width=value_width,
         row=scope.row,
         differentiable=differentiable,
+        backend=scope.backend,
     )
     return out, rows
 

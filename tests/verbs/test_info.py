@@ -14,7 +14,9 @@ def test_info(run):
     assert (status, err) == (0, "")
     found = json.loads(out)
     assert found["versions"]["jax"] == jax.__version__ and found["bundled"] == ["tiny-kimi"]
-    assert found["backends"]["forest_attention"] == "xla"
+    backends = found["backends"]
+    assert backends["attention"] == {"cycle": "xla", "prompts": "xla"}
+    assert backends["tree_walk"] == "xla" and "found cpu" in backends["mosaic_gpu"]
     verifier, drafter = found["verifier"], found["drafter"]
     assert verifier["family"] == "deepseek_v3"
     assert verifier["cache_bytes_per_token"] == 4 * 4 * (12 + 8)
@@ -26,3 +28,11 @@ def test_info(run):
     assert "vocabulary" not in drafter["parameters"]
     status, out, _ = run("info")
     assert status == 0 and "versions.jax" in out
+
+
+def test_kernels_that_cannot_run_here_are_refused(run):
+    """One line that says why; and an unknown name is the command line's to refuse."""
+    status, out, err = run("info", "--kernels", "mosaic_gpu")
+    assert (status, out) == (2, "")
+    assert err.startswith("eagle3: error: kernels 'mosaic_gpu': the kernels need a GPU")
+    assert err.count("\n") == 1
