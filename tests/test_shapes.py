@@ -154,11 +154,34 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
 
 BEHIND_THE_API = "called by its operation's api alone, which has checked the shapes"
 
+IN_A_KERNEL = "traced inside a kernel: references and tiles, whose sizes are the kernel's plan"
+BESIDE_A_KERNEL = "between an operation's api and its kernel, in the kernel's padded sizes"
+HOPPER = (
+    *("walk", "copy_tiles", "split_float32", "store_parts", "multiply_parts", "dots"),
+    *("add_weighted", "masked", "weigh", "write_sums", "write_rows"),
+)
+OPERANDS = (
+    "place",
+    "limits",
+    "by_query",
+    "pack_ancestors",
+    "arrange_queries",
+    "arrange_own",
+    "combine",
+)
+
 # Public signatures that take arrays of no declared shape, and why that is right.
 UNSHAPED: dict[str, str] = {
     "kernels_pallas.forest_attention.reference.attend": BEHIND_THE_API,
     "kernels_pallas.forest_attention.xla.attend_blocked": BEHIND_THE_API,
     "kernels_pallas.forest_attention.xla.attend_differentiable": BEHIND_THE_API,
+    **{f"kernels_pallas.hopper.{name}": IN_A_KERNEL for name in HOPPER},
+    **{f"kernels_pallas.operands.{name}": BESIDE_A_KERNEL for name in OPERANDS},
+    **{
+        f"kernels_pallas.{op}.mosaic_gpu.{name}": BEHIND_THE_API
+        for op in ("forest_attention", "latent_forest_attention")
+        for name in ("unsupported", "plan_of", "attend")
+    },
     "kernels_pallas.tree_walk.mosaic_gpu.walk": BEHIND_THE_API,
     "kernels_pallas.tree_walk.reference.walk": BEHIND_THE_API,
     "kernels_pallas.tree_walk.xla.walk": BEHIND_THE_API,

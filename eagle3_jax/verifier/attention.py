@@ -10,7 +10,7 @@ from eagle3_jax.caches import Cache, Scope
 from eagle3_jax.configs import VerifierConfig
 from eagle3_jax.layers import Linear, RmsNorm
 from eagle3_jax.verifier.rope import rotate, softmax_scale
-from kernels_pallas import forest_attention
+from kernels_pallas import forest_attention, latent_forest_attention
 
 LATENT_NORM_EPS = 1e-6
 """DeepSeek-V3 builds its two latent norms with this, whatever `rms_norm_eps` says."""
@@ -49,19 +49,31 @@ def attend_and_keep(
         layer = jnp.zeros((), jnp.int32)
     else:
         keys, values = cache.keys, cache.values
+    limits = layer, scope.lo, scope.hi
+    if values is None or value is None:
+        assert value_width is not None
+        out = latent_forest_attention(
+            q,
+            keys,
+            *limits,
+            key,
+            scope.ancestors,
+            scale=scale,
+            value_width=value_width,
+            row=scope.row,
+            backend=scope.backend,
+        )
+        return out, rows
     out = forest_attention(
         q,
         keys,
         values,
-        layer,
-        scope.lo,
-        scope.hi,
+        *limits,
         key,
         value,
         scope.ancestors,
         scale=scale,
         sinks=sinks,
-        value_width=value_width,
         row=scope.row,
         differentiable=differentiable,
         backend=scope.backend,

@@ -26,12 +26,13 @@ def attend_blocked(
     *,
     scale,
     sinks,
-    value_width,
     row,
+    value_width=None,
 ):
     """Forward only: an online softmax over the blocks of the cache that are in use.
 
-    The cache is read by `dynamic_slice` at (layer, block) and never copied as a whole.
+    The cache is read by `dynamic_slice` at (layer, block) and never copied as a whole. Where
+    `values` is None, they are the first `value_width` columns of the keys (latent attention).
     """
     b, r, w, h, hd = q.shape
     k, s = keys.shape[2:4]
