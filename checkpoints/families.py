@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from checkpoints.int4 import check_quantization
 from eagle3_jax.configs import ExpertsConfig, LatentConfig, RopeConfig, VerifierConfig
 from eagle3_jax.contracts import Eagle3Error, LoadError, UnsupportedError
 
@@ -338,7 +339,7 @@ def config_from_hub(config: Raw, generation: Raw | None = None) -> VerifierConfi
 
     Raises:
         LoadError: an unknown `model_type`, a missing key, or a value that cannot be.
-        UnsupportedError: quantised weights.
+        UnsupportedError: weights quantised in another way than int4 (`checkpoints/int4.py`).
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -379,19 +380,14 @@ def _generation_ends(generation: Raw) -> tuple[int, ...]:
 
 
 def _check_weights(*configs: Raw) -> None:
-    """Refuse quantised weights.
+    """Refuse quantised weights that are not read.
 
     Raises:
         UnsupportedError: says which kind was found.
     """
     for config in configs:
-        found = config.get("quantization_config")
-        if found:
-            method = found.get("quant_method") if isinstance(found, dict) else found
-            raise UnsupportedError(
-                f"the weights are quantised ({_said(method)}); packed weights are not read by this "
-                "version: load an unquantised (bfloat16) copy"
-            )
+        if config.get("quantization_config"):
+            check_quantization(config["quantization_config"])
 
 
 def config_to_hub(config: VerifierConfig) -> dict[str, Any]:

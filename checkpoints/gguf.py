@@ -40,6 +40,12 @@ LAYER = {
 }
 """Tensor names in a file and on the hub; those of layers are `blk.N.NAME.weight` (or `.bias`)."""
 
+PART_NAMES = {"codes": "packed", "scales": "scale", "minima": "minimum"}
+"""What a packed tensor's parts are called behind `NAME.weight_`."""
+
+JOINED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"), ("attn_output",), ("ffn_down",))
+"""Matrices of layers that become one kernel, and have one format where it is to stay packed."""
+
 ROPE_FACTORS = "rope_freqs.weight"
 """Llama 3.1's rope scaling: what the frequency of each pair is divided by."""
 
@@ -61,8 +67,13 @@ class GgufModel:
     why_no_tokenizer: str | None
 
 
-def read_gguf(path: str | Path) -> GgufModel:
+def read_gguf(path: str | Path, packed: bool = False) -> GgufModel:
     """A Llama model from one GGUF file; tensors are dequantised when they are asked for.
+
+    Args:
+        path: of the file.
+        packed: matrices in some formats come as codes and scales, under the names that
+            `checkpoints/int4.py` has.
 
     Raises:
         LoadError: the file is missing or damaged, another architecture's, or says something that is
@@ -75,7 +86,7 @@ def read_gguf(path: str | Path) -> GgufModel:
         tokenizer, why = read_tokenizer(file.metadata)
     except Eagle3Error as error:  # a size that a configuration refuses is a RequestError
         raise LoadError(f"{path}: {error}") from None
-    return GgufModel(config, HubTensors(file, config), tokenizer, why)
+    return GgufModel(config, HubTensors(file, config, packed), tokenizer, why)
 
 
 def find_smollm2() -> Path:
@@ -98,13 +109,22 @@ class HubTensors:
     Tensors without a hub name keep their own, so that whoever checks the names lists them.
     """
 
-    def __init__(self, file: GgufFile, config: VerifierConfig):
+    def __init__(self, file: GgufFile, config: VerifierConfig, packed: bool = False):
         self._file, self._config = file, config
-        self._names = {_hub_name(name): name for name in file.tensors if name != ROPE_FACTORS}
-        self.entries = {
-            hub: Entry(file.tensors[name].shape, np.dtype(np.float32))
-            for hub, name in self._names.items()
-        }
+        self._names: dict[str, tuple[str, str | None]] = {}
+        self.entries: dict[str, Entry] = {}
+        stay = _packed(file) if packed else set()
+        for name in file.tensors:
+            if name == ROPE_FACTORS:
+                continue
+            hub, shape = _hub_name(name), file.tensors[name].shape
+            if name not in stay:
+                self._names[hub] = name, None
+                self.entries[hub] = Entry(shape, np.dtype(np.float32))
+                continue
+            for part, entry in file.packed_entries(name).items():
+                self._names[f"{hub}_{PART_NAMES[part]}"] = name, part
+                self.entries[f"{hub}_{PART_NAMES[part]}"] = entry
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, whole, of the shape in `entries`.
@@ -112,13 +132,29 @@ class HubTensors:
         Raises:
             LoadError: it holds a NaN or an infinity.
         """
-        value, c = self._file.read(self._names[name]), self._config
-        for part, heads in (("q", c.num_heads), ("k", c.num_kv_heads)):
-            if f".self_attn.{part}_proj." in name:
+        (own, part), c = self._names[name], self._config
+        value = self._file.read(own) if part is None else self._file.read_packed(own)[part]
+        for kind, heads in (("q", c.num_heads), ("k", c.num_kv_heads)):
+            if f".self_attn.{kind}_proj." in name:
                 # Rows of a head: (0, half), (1, half + 1), ... back to 0, 1, ..., half, ...
                 pairs = value.reshape(heads, c.head_width // 2, 2, *value.shape[1:])
                 value = pairs.swapaxes(1, 2).reshape(value.shape)
         return value
+
+
+def _packed(file: GgufFile) -> set[str]:
+    """Matrices that can stay packed; those that are joined only where all have one format."""
+    groups = [[name] for name in WHOLE if name in file.tensors]
+    for kinds in JOINED:
+        ends = tuple(f".{kind}.weight" for kind in kinds)
+        groups.append([name for name in file.tensors if name.endswith(ends)])
+    return {
+        name
+        for group in groups
+        if len({file.tensors[name].kind for name in group}) == 1
+        for name in group
+        if file.packed(name)
+    }
 
 
 def _hub_name(name: str) -> str:

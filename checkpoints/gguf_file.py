@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from checkpoints.sources import Entry
 from checkpoints.tensors import finite, one_line, some
 from eagle3_jax.contracts import LoadError
 
@@ -24,6 +25,11 @@ STRING, ARRAY = 8, 9
 
 ALIGNMENT = 32
 MOST_AXES = 4
+
+
+BLOCK = 32
+BLOCKS = {"Q4_0": ("scales",), "Q4_1": ("scales", "minima"), "Q8_0": ("scales",)}
+"""Formats of blocks of 32 that are read packed: the float16 numbers that a block begins with."""
 
 
 class Stored(NamedTuple):
@@ -73,7 +79,59 @@ class GgufFile:
             LoadError: its bytes are gone, or it holds a NaN or an infinity.
         """
         quants = _package()[1]
-        shape, kind, start, size = self.tensors[name]
+        shape, kind = self.tensors[name][:2]
+        raw = self._bytes(name)
+        with np.errstate(all="ignore"):  # what overflows is refused below
+            value = quants.dequantize(raw.reshape(*shape[:-1], -1), kind).reshape(shape)
+        return self._finite(name, value)
+
+    def packed(self, name: str) -> bool:
+        """Whether a tensor is a matrix in a block format that `read_packed` has."""
+        stored = self.tensors[name]
+        return stored.kind.name in BLOCKS and len(stored.shape) == 2
+
+    def packed_entries(self, name: str) -> dict[str, Entry]:
+        """What `read_packed` gives, before it is read."""
+        shape, kind = self.tensors[name][:2]
+        whole = kind.name == "Q8_0"
+        codes = (shape[0], shape[1] if whole else shape[1] // 2)
+        numbers = Entry((shape[0], shape[1] // BLOCK), np.dtype(np.float32))
+        found = {"codes": Entry(codes, np.dtype(np.int8 if whole else np.uint8))}
+        return found | dict.fromkeys(BLOCKS[kind.name], numbers)
+
+    def read_packed(self, name: str) -> dict[str, np.ndarray]:
+        """Codes [z a] or, two a byte, [z a/2], and float32 scales and minima [z a/32].
+
+        As `eagle3_jax/packed.py` has them, and value for value what `read` gives.
+
+        Raises:
+            LoadError: its bytes are gone, or it holds a NaN or an infinity.
+        """
+        shape, kind = self.tensors[name][:2]
+        halves = BLOCKS[kind.name]
+        blocks = self._bytes(name).reshape(shape[0], shape[1] // BLOCK, -1)
+        numbers = np.ascontiguousarray(blocks[..., : 2 * len(halves)]).view(np.float16)
+        numbers = self._finite(name, numbers.astype(np.float32))
+        codes = np.ascontiguousarray(blocks[..., 2 * len(halves) :])
+        if codes.shape[-1] == BLOCK:
+            codes = codes.view(np.int8)
+        else:
+            # A byte of a block has inputs j and j + 16; of ours, two neighbours.
+            each = np.concatenate([codes & 15, codes >> 4], axis=-1)
+            codes = each[..., 0::2] | each[..., 1::2] << 4
+        parts = {half: np.ascontiguousarray(numbers[..., i]) for i, half in enumerate(halves)}
+        return {"codes": codes.reshape(shape[0], -1), **parts}
+
+    def _finite(self, name: str, value: np.ndarray) -> np.ndarray:
+        if not finite(value):
+            raise LoadError(
+                f"{self.path} holds NaN or infinite values in {some([name])}; expected finite "
+                "weights, the file is damaged"
+            )
+        return value
+
+    def _bytes(self, name: str) -> np.ndarray:
+        _, _, start, size = self.tensors[name]
         try:
             # Not mapped into memory: a file cut short meanwhile is an error then, not a crash.
             raw = np.fromfile(self.path, np.uint8, size, offset=start)
@@ -83,14 +141,7 @@ class GgufFile:
             raise LoadError(
                 f"{self.path} cannot be read at {some([name])}: {one_line(error)}"
             ) from None
-        with np.errstate(all="ignore"):  # what overflows is refused below
-            value = quants.dequantize(raw.reshape(*shape[:-1], -1), kind).reshape(shape)
-        if not finite(value):
-            raise LoadError(
-                f"{self.path} holds NaN or infinite values in {some([name])}; expected finite "
-                "weights, the file is damaged"
-            )
-        return value
+        return raw
 
 
 class _Header:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import ml_dtypes
 import numpy as np
 
+from checkpoints import int4
 from checkpoints.families import family_of
 from checkpoints.sources import Entry, Held, Source
 from checkpoints.tensors import Tensors, some
@@ -16,6 +17,7 @@ from eagle3_jax.configs import VerifierConfig
 from eagle3_jax.contracts import LoadError
 
 FLOATS = tuple(map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16)))
+KINDS = {*FLOATS, *int4.PER_ITEM}
 
 PATIENCE = 1000
 """So many names found missing are enough, whatever number a config asks for."""
@@ -38,6 +40,7 @@ class Slot:
         in_out: the hub's kernels are [in, out] too.
         alternate: the hub's output axis has gate and up in turn, ours side by side.
         fused: another spelling of the same slot, which counts where its tensors are there.
+        kinds: dtypes that its tensors may have.
     """
 
     path: str
@@ -51,6 +54,7 @@ class Slot:
     in_out: bool = False
     alternate: bool = False
     fused: "Slot | None" = None
+    kinds: tuple[np.dtype, ...] = FLOATS
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,6 +63,28 @@ class Slot:
         if self.inputs is not None:
             out = (self.inputs, *out) if self.kernel else (*out, self.inputs)
         return (self.experts, *out) if self.experts else out
+
+    def packed(self, kind: np.dtype, minima: bool) -> "tuple[Slot, ...]":
+        """The same array packed, its codes first; all of its parts lie [out, in].
+
+        Args:
+            kind: dtype of the codes' tensors.
+            minima: whether they are there, too.
+        """
+        assert self.inputs is not None
+
+        def part(name, of, inputs, kinds):
+            names = tuple(one.removesuffix("weight") + of for one in self.names)
+            path = f"{self.path}.{name}"
+            return dataclasses.replace(
+                self, path=path, names=names, inputs=inputs, kernel=False, fused=None, kinds=kinds
+            )
+
+        codes = part("codes", int4.PACKED, self.inputs // int4.PER_ITEM.get(kind, 8), (kind,))
+        groups = self.inputs // int4.GROUP
+        scales = part("scales", int4.SCALE, groups, int4.SCALES)
+        lowest = part("minima", int4.MINIMUM, groups, int4.SCALES)
+        return (codes, scales, lowest) if minima else (codes, scales)
 
     def tensors(self, **at: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The hub tensors of one layer (and expert), and their shapes."""
@@ -203,7 +229,10 @@ def _expert_slots(c: VerifierConfig, layers: Sequence[int]) -> Iterator[Slot]:
 
 
 class Arrays(Mapping[str, np.ndarray]):
-    """Our arrays by dotted path, each put together when it is asked for."""
+    """Our arrays by dotted path, each put together when it is asked for.
+
+    What comes packed is `PATH.codes`, `PATH.scales` and, in a few formats, `PATH.minima`.
+    """
 
     def __init__(self, chosen: Mapping[str, Slot], source: Source, hub_names: Mapping[str, str]):
         self._slots, self._source, self._hub_names = chosen, source, hub_names
@@ -218,22 +247,73 @@ class Arrays(Mapping[str, np.ndarray]):
         return path in self._slots
 
     def __getitem__(self, path: str) -> np.ndarray:
+        return self.read(path)
+
+    def read(
+        self, path: str, layers: slice = slice(None), experts: slice = slice(None)
+    ) -> np.ndarray:
+        """An array, or its part of some layers and some routed experts, which alone is read."""
         slot = self._slots[path]
-        front = () if slot.layers is None else (len(slot.layers),)
-        names = [[name for name, _ in slot.tensors(**at)] for at in slot.places()]
-        kinds = {self._entry(name).dtype for group in names for name in group}
-        out = np.empty((*front, *slot.shape), kinds.pop() if len(kinds) == 1 else np.float32)
-        each = slot.shape[1:] if slot.experts and not slot.stacked else slot.shape
-        flat = out.reshape(-1, *each)
-        for place, group in enumerate(names):
-            read = [self._source.read(self._hub_names[name]) for name in group]
+        dtype, front = self._dtype(slot), ()
+        if slot.layers is not None:
+            slot = dataclasses.replace(slot, layers=slot.layers[layers])
+            front = (len(slot.layers or ()),)
+        single = slot.experts and not slot.stacked
+        wanted = range(slot.experts)[experts]
+        shape = (len(wanted), *slot.shape[1:]) if single else slot.shape
+        out = np.empty((*front, *shape), dtype)
+        flat = out.reshape(-1, *(shape[1:] if single else shape))
+        places = [at for at in slot.places() if "e" not in at or at["e"] in wanted]
+        for place, at in enumerate(places):
+            read = [self._source.read(self._hub_names[name]) for name, _ in slot.tensors(**at)]
             if len({part.dtype for part in read}) > 1:
                 read = [part.astype(np.float32) for part in read]
             flat[place] = slot.join(read)
-        return out
+        own = out[:, experts] if slot.stacked else out
+        return int4.codes_of(own) if own.dtype == np.int32 else own
 
-    def _entry(self, name: str) -> Entry:
-        return self._source.entries[self._hub_names[name]]
+    def entry(self, path: str) -> tuple[Entry, int]:
+        """Shape and dtype of an array, and how many of its first axes are layers and experts."""
+        slot = self._slots[path]
+        front = () if slot.layers is None else (len(slot.layers),)
+        entry = Entry((*front, *slot.shape), self._dtype(slot))
+        if entry.dtype == np.int32:
+            entry = Entry((*entry.shape[:-1], entry.shape[-1] * 4), np.dtype(np.uint8))
+        return entry, len(front) + bool(slot.experts)
+
+    def _dtype(self, slot: Slot) -> np.dtype:
+        """The dtype of a slot's tensors; float32 where they differ."""
+        names = (name for at in slot.places() for name, _ in slot.tensors(**at))
+        kinds = {self._source.entries[self._hub_names[name]].dtype for name in names}
+        return kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
+
+
+class Stack:
+    """An array whose parts are read when they are asked for, one by one; nothing is held.
+
+    Attributes:
+        shape: of the whole.
+        dtype: of the whole.
+    """
+
+    def __init__(self, arrays: Arrays, path: str):
+        (self.shape, self.dtype), self._front = arrays.entry(path)
+        self._arrays, self._path = arrays, path
+
+    @property
+    def ndim(self) -> int:
+        """Axes."""
+        return len(self.shape)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """A part, by a slice for every axis; of other layers and experts nothing is read."""
+        front, inner = index[: self._front], index[self._front :]
+        return self._arrays.read(self._path, *front)[(slice(None),) * len(front) + inner]
+
+
+def stacks(arrays: Arrays) -> dict[str, Stack]:
+    """Our arrays by dotted path, of which a mesh's devices take their parts."""
+    return {path: Stack(arrays, path) for path in arrays}
 
 
 def from_hub(config: VerifierConfig, source: Source | Mapping[str, np.ndarray]) -> Arrays:
@@ -248,12 +328,12 @@ def from_hub(config: VerifierConfig, source: Source | Mapping[str, np.ndarray]) 
     hub_names = {
         name.removeprefix(prefix): name for name in held.entries if name.startswith(prefix)
     }
-    chosen, missing, misshapen, odd, used = {}, [], [], [], set()
+    chosen, missing, misshapen, odd, mispacked, used = {}, [], [], [], [], set()
 
     def check(slot: Slot) -> None:
         for at in slot.places():
             for name, shape in slot.tensors(**at):
-                used.add(name)
+                used.update((name, name.replace(int4.PACKED, int4.SHAPE)))
                 if name not in hub_names:
                     missing.append(prefix + name)
                     if len(missing) > PATIENCE:
@@ -262,16 +342,18 @@ def from_hub(config: VerifierConfig, source: Source | Mapping[str, np.ndarray]) 
                 entry = held.entries[hub_names[name]]
                 if entry.shape != shape:
                     misshapen.append(f"{prefix}{name} {list(entry.shape)} (expected {list(shape)})")
-                elif entry.dtype not in FLOATS:
-                    odd.append(f"{prefix}{name} {entry.dtype}")
+                elif entry.dtype not in slot.kinds or entry.dtype not in KINDS:
+                    faults = odd if slot.kinds == FLOATS else mispacked
+                    faults.append(f"{prefix}{name} {entry.dtype}")
 
     for slot in slots(config):
         if slot.fused is not None and any(
             name in hub_names for at in slot.fused.places() for name, _ in slot.fused.tensors(**at)
         ):
             slot = slot.fused
-        chosen[slot.path] = slot
-        check(slot)
+        for part in _packed(slot, hub_names, held.entries) or (slot,):
+            chosen[part.path] = part
+            check(part)
         if len(missing) > PATIENCE:
             break
     unexpected = []
@@ -283,6 +365,7 @@ def from_hub(config: VerifierConfig, source: Source | Mapping[str, np.ndarray]) 
             ("missing", missing),
             ("misshapen", misshapen),
             ("of another dtype than float32, float16 or bfloat16", odd),
+            ("packed in another dtype than int32 with scales in float32 or bfloat16", mispacked),
             ("unexpected", unexpected),
         )
         if names
@@ -290,6 +373,15 @@ def from_hub(config: VerifierConfig, source: Source | Mapping[str, np.ndarray]) 
     if faults:
         raise LoadError(f"tensors do not fit the {config.family} config: " + "; ".join(faults))
     return Arrays(chosen, held, hub_names)
+
+
+def _packed(slot: Slot, hub_names: Mapping[str, str], entries: Mapping[str, Entry]):
+    """A slot's parts where its first matrix is there packed; else none."""
+    first = next(slot.tensors(**next(slot.places())))[0].removesuffix("weight")
+    name = hub_names.get(first + int4.PACKED)
+    if name is None or slot.inputs is None or slot.inputs % int4.GROUP:
+        return ()
+    return slot.packed(entries[name].dtype, first + int4.MINIMUM in hub_names)
 
 
 def _left(names: Iterable[str], used: set[str], config: VerifierConfig) -> Iterator[str]:
@@ -317,7 +409,7 @@ def to_hub(config: VerifierConfig, arrays: Mapping[str, np.ndarray]) -> Tensors:
     """Hub tensors, one matrix an expert, from our arrays by dotted path.
 
     Raises:
-        LoadError: a family whose experts are one tensor a layer.
+        LoadError: a family whose experts are one tensor a layer, or packed weights.
     """
     out: Tensors = {}
     for slot in slots(config):
@@ -325,6 +417,8 @@ def to_hub(config: VerifierConfig, arrays: Mapping[str, np.ndarray]) -> Tensors:
             raise LoadError(f"writing {config.family} checkpoints is not supported")
         if slot.path == "head.kernel" and config.tied_head:
             continue
+        if f"{slot.path}.codes" in arrays:
+            raise LoadError(f"{slot.path} is packed; write an unpacked verifier")
         each = slot.shape[1:] if slot.experts else slot.shape
         ends = np.cumsum(slot.sizes)
         for value, at in zip(arrays[slot.path].reshape(-1, *each), slot.places(), strict=True):

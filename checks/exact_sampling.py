@@ -27,6 +27,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from scipy.stats import chi2
 
 from eagle3_jax.batch import seat
@@ -200,7 +201,7 @@ def models() -> tuple[Verifier, Drafter]:
         mlp_width=24,
     )
     verifier = Verifier(config, jax.random.key(0), "tiny")
-    verifier.head.kernel[...] = 1.4 * verifier.head.kernel[...]
+    verifier.head.kernel = nnx.Param(1.4 * verifier.head.kernel[...])
     drafter_config = DrafterConfig(
         width=32,
         verifier_width=16,
@@ -227,7 +228,7 @@ def models() -> tuple[Verifier, Drafter]:
     inputs = np.asarray(drafter.norm(hidden.array))[:, :-1].reshape(-1, 32)
     wanted = np.asarray(scores.logits[:, 1:, drafter.vocabulary[...]]).reshape(-1, 6)
     fitted = np.linalg.lstsq(inputs, wanted, rcond=None)[0]
-    drafter.head.kernel[...] = jnp.asarray(fitted, jnp.float32)
+    drafter.head.kernel = nnx.Param(jnp.asarray(fitted, jnp.float32))
     return verifier, drafter
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Generator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,11 @@ from eagle3_jax.loop import run
 from eagle3_jax.loop.decode import DecodeStages, DecodeState
 from eagle3_jax.loop.prefill import CHUNK, prefill_chunk
 from eagle3_jax.tokenizer import Tokenizer
+from sharding.mesh import shape_of
+from sharding.placement import to_host
+
+SEEN = ("done", "end", "tokens", "drafted", "cycles", "accepted", "logprobs")
+"""What is looked at between cycles."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +101,7 @@ class Batch:
 
     Attributes:
         results: by prompt; None until it is through.
+        seen: what the last cycles have left of the state's `SEEN`, on the host.
         grown: texts so far that the last cycles have worked on, by prompt.
         prefill_seconds: reading prompts, without compilation.
         seconds: cycles, without compilation.
@@ -111,10 +118,13 @@ class Batch:
     ):
         self.stages, self.seats, self.tokenizer = stages, seats, tokenizer
         self.results: list[Row | None] = [None] * len(seats)
+        self.seen: dict[str, Any] = {}
         self.grown: dict[int, Row] = {}
         self.prefill_seconds = self.seconds = 0.0
         self._waiting = collections.deque(range(len(seats)))
-        self.seated: list[int | None] = [None] * min(rows, len(seats))
+        # Over a mesh rows are divided evenly; those past the prompts stay empty.
+        data = shape_of(stages.verifier.mesh).data
+        self.seated: list[int | None] = [None] * (-(-min(rows, len(seats)) // data) * data)
         if state is None:
             state = warm(stages, stages.make_state(len(self.seated), capacity))
         self.state = state
@@ -134,7 +144,7 @@ class Batch:
                 how = (who.tokens, who.new, who.sampling, who.key, who.keep)
                 self.state = seat(self.stages, self.state, row, *how)
         waiting = jnp.asarray(bool(self._waiting))
-        self.state = dataclasses.replace(self.state, waiting=waiting)
+        self.state = self.stages.placed(dataclasses.replace(self.state, waiting=waiting))
         jax.block_until_ready(self.state.length)
         self.prefill_seconds += time.perf_counter() - clock
 
@@ -142,7 +152,8 @@ class Batch:
         """Run up to `count` cycles, and free the rows that are through."""
         clock = time.perf_counter()
         self.state = run(self.stages, self.state, jnp.asarray(count, jnp.int32))
-        done = np.asarray(self.state.done)
+        self.seen = to_host({name: getattr(self.state, name) for name in SEEN})
+        done = self.seen["done"]
         self.seconds += time.perf_counter() - clock
         self.grown = {}
         for row, index in enumerate(self.seated):
@@ -156,7 +167,7 @@ class Batch:
                 self.seated[row] = None
                 if not done[row]:
                     off = self.state.done.at[row].set(True)
-                    self.state = dataclasses.replace(self.state, done=off)
+                    self.state = self.stages.placed(dataclasses.replace(self.state, done=off))
 
     def pieces(self, count: int) -> Generator[Piece, None, None]:
         """All prompts' texts as they grow, looked at every `count` cycles."""
@@ -184,17 +195,17 @@ class Batch:
         """A row's text so far."""
         index = self.seated[row]
         assert index is not None
-        state = self.state
-        new = slice(len(self.seats[index].tokens), int(state.end[row]))
-        tokens = np.asarray(state.tokens[row])[new].tolist()
-        logprobs = state.logprobs
+        seen = self.seen
+        new = slice(len(self.seats[index].tokens), int(seen["end"][row]))
+        tokens = seen["tokens"][row][new].tolist()
+        logprobs = seen["logprobs"]
         return Row(
             tokens=tokens,
-            drafted=np.asarray(state.drafted[row])[new].astype(bool).tolist(),
+            drafted=seen["drafted"][row][new].astype(bool).tolist(),
             text=None if self.tokenizer is None else self.tokenizer.decode(tokens),
-            cycles=int(state.cycles[row]),
-            accepted=tuple(int(i) for i in np.asarray(state.accepted[row])),
-            logprobs=None if logprobs is None else np.asarray(logprobs[row])[new].tolist(),
+            cycles=int(seen["cycles"][row]),
+            accepted=tuple(int(i) for i in seen["accepted"][row]),
+            logprobs=None if logprobs is None else logprobs[row][new].tolist(),
         )
 
     def _stopped(self, found: Row, stops: tuple[str, ...]) -> Row | None:
@@ -274,6 +285,7 @@ def seat(
         seen = np.zeros((v,), bool)
         seen[text[:keep]] = True
         state = dataclasses.replace(state, seen=state.seen.at[at].set(seen))
+    state = stages.placed(state)
     for start in range(keep, len(text), CHUNK):
         # A chunk that would pass the row's end begins earlier, and reads some positions again.
         start = min(start, state.tokens.shape[1] - CHUNK)

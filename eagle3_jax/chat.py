@@ -23,6 +23,8 @@ from eagle3_jax.generation import (
 from eagle3_jax.loop.decode import DecodeState
 from eagle3_jax.verifier.decoder import Verifier
 from kernels_pallas import Backend
+from sharding.mesh import shape_of
+from sharding.placement import to_host
 
 FIRST = 4096
 """Slots that a conversation begins with, where the verifier reads texts that long."""
@@ -145,8 +147,10 @@ class Chat:
         capacity = max(needed, self._first)
         if state is not None:
             capacity = min(max(needed, 2 * state.tokens.shape[1]), self._most)
-        larger = warm(self._stages, self._stages.make_state(1, capacity))
-        return larger if state is None else _moved(state, larger)
+        # Over a mesh each group of devices has a row; the conversation's is the first.
+        rows = shape_of(self._stages.verifier.mesh).data
+        larger = warm(self._stages, self._stages.make_state(rows, capacity))
+        return larger if state is None else self._stages.placed(_moved(state, larger))
 
 
 @functools.partial(jax.jit, donate_argnames=("larger",))
@@ -160,12 +164,13 @@ def _moved(state: DecodeState, larger: DecodeState) -> DecodeState:
 
 
 def kept(state: DecodeState, tokens: list[int]) -> int:
-    """First position of a text that the state's only row must read; those before it are right.
+    """First position of a text that the state's first row must read; those before it are right.
 
     The verifier's rows are right up to the first token in which row and text differ. Drafter row t
     has seen token t + 1, so it is right one position less far; and only committed ones are there.
     """
-    row = np.asarray(state.tokens[0])[: int(state.length[0])]
+    texts, lengths = to_host((state.tokens, state.length))
+    row = texts[0, : lengths[0]]
     n = min(len(row), len(tokens))
     same = row[:n] == np.asarray(tokens[:n])
     first = n if same.all() else int(np.argmin(same))

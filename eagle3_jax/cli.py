@@ -57,14 +57,20 @@ def _run(words: list[str]) -> None:
         raise _ForeignPackage(error) from None
     # The verbs import `checkpoints`, which is known to be ours only now.
     from eagle3_jax.verbs import VERBS
+    from sharding.processes import is_first, only_python_prints, together
 
     command = parse(words, VERBS)
+    with together():
+        if command.json:
+            with contextlib.redirect_stdout(sys.stderr), only_python_prints():
+                found, _ = command.execute()
+        else:
+            found, shown = command.execute()
+    if not is_first():
+        return
     if command.json:
-        with contextlib.redirect_stdout(sys.stderr):
-            found, _ = command.execute()
         print(json.dumps(found))
     else:
-        _, shown = command.execute()
         Console(highlight=False).print(shown, crop=False)
 
 
@@ -74,6 +80,10 @@ def _fail(message: str, status: int = 2) -> int:
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
+    from sharding.processes import is_first
+
+    if not is_first():
+        return
     print("eagle3: warning:", " ".join(str(message).split()), file=sys.stderr)
 
 

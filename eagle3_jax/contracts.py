@@ -42,6 +42,8 @@ DIMENSIONS = {
     "hv_out": "head width of what attention gives: hv, or the latent's where values are None",
     "a": "inputs of a linear map, or any vector's width",
     "z": "outputs of a linear map; gate and up side by side: 2 * i",
+    "bytes": "bytes of an output's codes in a packed kernel",
+    "groups": "groups of a packed kernel's inputs, of one scale each",
 }
 """Every dimension name used in a shape annotation, and what it counts."""
 

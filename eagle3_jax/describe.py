@@ -17,9 +17,13 @@ from eagle3_jax.caches import Cache
 from eagle3_jax.configs import VerifierConfig
 from eagle3_jax.contracts import ContractError, default_boundaries
 from eagle3_jax.load import bundled
+from eagle3_jax.packed import PARTS
 from eagle3_jax.states import arrays_of
 from eagle3_jax.verifier import Verifier
 from kernels_pallas import Backend, available
+from sharding.mesh import MeshShape
+from sharding.placement import part_shape
+from sharding.rules import RULES, kv_heads
 
 
 def describe_library(kernels: Backend = "xla") -> dict[str, Any]:
@@ -60,13 +64,15 @@ def describe_verifier(verifier: Verifier) -> dict[str, Any]:
     except ContractError:
         boundaries = None
     arrays = arrays_of(verifier)
-    if c.tied_head:
-        del arrays["head.kernel"]  # the embedding's, counted there
+    memory = bytes_by_format(arrays)
+    if c.tied_head:  # the embedding's, counted there
+        arrays = {path: x for path, x in arrays.items() if not path.startswith("head.kernel")}
     return {
         "name": verifier.name,
         "family": c.family,
         "dtype": str(verifier.dtype),
         "parameters": count_by_part(arrays),
+        "weights_bytes": memory,
         "layers": c.num_layers,
         "width": c.width,
         "attention": attention(c),
@@ -78,6 +84,35 @@ def describe_verifier(verifier: Verifier) -> dict[str, Any]:
         "cache_bytes_per_token": cache_bytes(lambda: verifier.make_cache(1, 1)),
         "tokenizer": None if verifier.tokenizer is None else verifier.tokenizer.fingerprint,
         "no_tokenizer": verifier.no_tokenizer if verifier.tokenizer is None else None,
+    }
+
+
+def describe_part(verifier: Verifier, mesh: MeshShape) -> dict[str, Any]:
+    """What each device of a mesh holds of a verifier.
+
+    Raises:
+        RequestError: the mesh does not divide it.
+    """
+    c = verifier.config
+    shapes = {path: array.shape for path, array in arrays_of(verifier).items()}
+    RULES.check(shapes, c, mesh)
+    kv = kv_heads(c, mesh.model)
+    cache = cache_bytes(lambda: verifier.make_cache(1, 1))
+    weights = sum(
+        int(np.prod(part_shape(path, array.shape, mesh, c))) * array.dtype.itemsize
+        for path, array in arrays_of(verifier).items()
+    )
+    return {
+        "mesh": str(mesh),
+        "heads": c.num_heads // mesh.model,
+        "key_value_heads": "the latent of all heads" if c.latent else kv,
+        "devices_with_the_same_key_value_heads": (
+            mesh.model if c.latent else mesh.model * kv // c.num_kv_heads
+        ),
+        "experts": c.experts.count // mesh.expert if c.experts else None,
+        "vocabulary": c.vocab_size // mesh.model,
+        "weights_bytes": weights,
+        "cache_bytes_per_token": cache if c.latent else cache * kv // c.num_kv_heads,
     }
 
 
@@ -140,10 +175,26 @@ def count_by_part(arrays: Mapping[str, Any]) -> dict[str, int]:
     """Parameters by the first part of their path, and `total`; tables of ids are none."""
     parts: dict[str, int] = {}
     for path, array in arrays.items():
-        if jnp.issubdtype(array.dtype, jnp.floating):
-            part = path.split(".")[0]
-            parts[part] = parts.get(part, 0) + int(np.prod(array.shape))
+        part, last = path.split(".")[0], path.rpartition(".")[2]
+        if last == "codes" or (last not in PARTS and jnp.issubdtype(array.dtype, jnp.floating)):
+            count = int(np.prod(array.shape)) * (2 if array.dtype == jnp.uint8 else 1)
+            parts[part] = parts.get(part, 0) + count
     return {**parts, "total": sum(parts.values())}
+
+
+def bytes_by_format(arrays: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes by how weights are stored, and `total`; memory that two places share counts once."""
+    formats: dict[str, int] = {}
+    seen = set()
+    for path, array in arrays.items():
+        kernel, _, part = path.rpartition(".")
+        codes = arrays[f"{kernel}.codes"] if part in PARTS else array
+        kind = str(codes.dtype)
+        kind = "int4" if kind == "uint8" else kind
+        if id(array) not in seen:
+            formats[kind] = formats.get(kind, 0) + array.nbytes
+        seen.add(id(array))
+    return {**formats, "total": sum(formats.values())}
 
 
 def cache_bytes(make: Callable[[], Cache]) -> int:

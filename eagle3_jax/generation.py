@@ -20,6 +20,8 @@ from eagle3_jax.verifier.decoder import Verifier, check_tokens
 from kernels_pallas import MOST_SLOTS, Backend, check_backend
 from kernels_pallas.backends import interpreted
 from kernels_pallas.forest_attention.xla import BLOCK
+from sharding.mapped import WHOLE
+from sharding.placement import put
 
 CYCLES = 8
 """Cycles between two looks at the text where somebody waits for it or for a stop text."""
@@ -337,6 +339,8 @@ def make_stages(
     check_kernels(kernels, drafter, speculation)
     plan = plan_of(samplings, logprobs, logits_processor)
     reader, drafter = decoding_forms(verifier, drafter)
+    if verifier.mesh is not None and drafter is not None:
+        drafter = put(drafter, verifier.mesh, WHOLE)
     return DecodeStages(
         verifier=verifier,
         drafter=drafter,

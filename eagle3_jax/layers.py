@@ -9,6 +9,8 @@ from jax import Array
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Float, Key
 
+from eagle3_jax.packed import PackedWeight
+
 
 def matmul(x: Float[Array, "... a"], kernel: Float[Array, "a z"]) -> Float[Array, "... z"]:
     """`x @ kernel`, at the highest precision in float32; gradients keep bfloat16's speed on CPU."""
@@ -43,20 +45,33 @@ def _narrow_backward(operands, g):
 _narrow_matmul.defvjp(lambda x, kernel: (jnp.matmul(x, kernel), (x, kernel)), _narrow_backward)
 
 
+def multiply(
+    x: Float[Array, "... a"], kernel: Float[Array, "a z"] | PackedWeight
+) -> Float[Array, "... z"]:
+    """`x @ kernel`, packed or not."""
+    return kernel.matmul(x) if isinstance(kernel, PackedWeight) else matmul(x, kernel)
+
+
 def random_kernel(key: Key[Array, ""], *shape: int, fan_in: int) -> Float[Array, "..."]:
     """A normal float32 array of standard deviation `fan_in ** -0.5`."""
     return jax.random.normal(key, shape, jnp.float32) * jnp.float32(fan_in**-0.5)
 
 
 class Linear(nnx.Module):
-    """A linear map with its kernel stored [in, out]; `eagle3_jax/turned.py` has the other way."""
+    """A linear map with its kernel stored [in, out], or packed in its place.
+
+    `eagle3_jax/turned.py` has the other way.
+    """
 
     def __init__(self, key: Key[Array, ""], inputs: int, outputs: int, bias: bool = False):
-        self.kernel = nnx.Param(random_kernel(key, inputs, outputs, fan_in=inputs))
+        self.kernel: nnx.Param | PackedWeight = nnx.Param(
+            random_kernel(key, inputs, outputs, fan_in=inputs)
+        )
         self.bias = nnx.Param(jnp.zeros((outputs,), jnp.float32)) if bias else None
 
     def __call__(self, x: Float[Array, "... {self.kernel.shape[0]}"]) -> Float[Array, "... z"]:
-        y = matmul(x, self.kernel[...])
+        kernel = self.kernel
+        y = multiply(x, kernel if isinstance(kernel, PackedWeight) else kernel[...])
         return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from checkpoints import drafters, hub
 from checkpoints.downloads import DRAFTER_FILES, VERIFIER_FILES, fetch, is_hub_id
@@ -16,12 +17,17 @@ from checkpoints.folders import Folder
 from checkpoints.sources import Source
 from checkpoints.tensors import read_json
 from eagle3_jax.configs import Speculation, VerifierConfig
-from eagle3_jax.contracts import ContractError, Convention, LoadError, UnsupportedError
+from eagle3_jax.contracts import ContractError, Convention, LoadError
 from eagle3_jax.drafter import Drafter
 from eagle3_jax.drafter.vocabulary import check_vocabulary
+from eagle3_jax.int8 import Int8
+from eagle3_jax.packed import PackedWeight
 from eagle3_jax.states import fill
 from eagle3_jax.tokenizer import Tokenizer, read_tokenizer
 from eagle3_jax.verifier import Verifier
+from eagle3_jax.verifier.meshed import check_mesh, settled
+from sharding.mapped import WHOLE
+from sharding.placement import placed, put
 
 BUNDLED = Path(__file__).parent / "bundled"
 
@@ -29,6 +35,7 @@ SMOLLM2 = "smollm2"
 """A bundled name whose verifier comes in a package of its own; its drafter lies here."""
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+QUANTIZATIONS = ("int8", "stored")
 
 
 def bundled() -> list[str]:
@@ -92,15 +99,21 @@ class _Model(NamedTuple):
     no_tokenizer: str | None
 
 
-def _open(source: str | Path) -> _Model:
+def _open(source: str | Path, packed: bool) -> _Model:
+    """What a source holds; a GGUF's weights stay as they are there where `packed`."""
     path = Path(source)
     smollm2 = str(source) == SMOLLM2 and not os.path.lexists(path)
     if smollm2 or (path.suffix == ".gguf" and not os.path.isdir(path)):
         from checkpoints.gguf import find_smollm2, read_gguf
 
-        model = read_gguf(find_smollm2() if smollm2 else path)
+        model = read_gguf(find_smollm2() if smollm2 else path, packed)
         name = SMOLLM2 if smollm2 else path.stem
         return _Model(model.config, model.source, name, model.tokenizer, model.why_no_tokenizer)
+    if packed:
+        raise LoadError(
+            f"quantization 'stored' wants a GGUF file, found {source}; leave it out: a folder's "
+            "int4 weights stay packed anyhow"
+        )
     folder, name = _find(source, "verifier", "config.json", VERIFIER_FILES)
     generation = folder / "generation_config.json"
     config = config_from_hub(
@@ -110,7 +123,12 @@ def _open(source: str | Path) -> _Model:
     return _Model(config, Folder(folder), name, *read_tokenizer(folder))
 
 
-def load_verifier(source: str | Path, dtype: str | None = None, mesh: Any = None) -> Verifier:
+def load_verifier(
+    source: str | Path,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    quantization: str | None = None,
+) -> Verifier:
     """A verifier from a Hugging Face folder, a GGUF file, the hub, or a bundled name.
 
     Nothing is written into a folder, and weights are read one after another.
@@ -121,20 +139,35 @@ def load_verifier(source: str | Path, dtype: str | None = None, mesh: Any = None
             `org/name@revision`. What lies here under that name goes first.
         dtype: `float32` or `bfloat16`, of weights and activations. None is float32 on CPU, where it
             is the faster one for a single row, and bfloat16 elsewhere.
-        mesh: not supported yet.
+        mesh: over which it is to lie, from `sharding.make_mesh`; each device is sent its part.
+        quantization: `int8` packs kernels and embedding while loading, with a scale an output
+            (`eagle3_jax/packed.py`); what comes packed stays as it is. `stored` leaves a GGUF's
+            4- and 8-bit blocks as they are, in float32 on one device: memory of a fifth, plain
+            decoding somewhat faster on CPU and passes over several rows slower. None widens them.
 
     Raises:
         LoadError: the source is unknown, out of reach, incomplete, damaged, or of an unsupported
-            family.
-        UnsupportedError: a mesh was given, or the config asks for what this version cannot do.
+            family; dtype or quantization are unknown.
+        RequestError: the mesh does not divide the verifier.
+        UnsupportedError: the config asks for what this version cannot do.
     """
-    if mesh is not None:
-        raise UnsupportedError("mesh: sharded loading needs partition rules, which are not there")
     kind = check_dtype(dtype)
+    if quantization not in (None, *QUANTIZATIONS):
+        raise LoadError(
+            f"quantization {quantization!r} is unknown; expected {' or '.join(QUANTIZATIONS)}"
+        )
     if kind is None:
         kind = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    model = _open(source)
+    stored = quantization == "stored"
+    if stored and (kind != jnp.float32 or mesh is not None):
+        raise LoadError(
+            "quantization 'stored' wants float32 on one device, found "
+            f"{'a mesh' if mesh is not None else jnp.dtype(kind).name}; leave it out"
+        )
+    model = _open(source, packed=stored)
     arrays = hub.from_hub(model.config, model.weights)
+    if quantization == "int8":
+        arrays = Int8(arrays)
     make = functools.partial(
         Verifier,
         model.config,
@@ -143,7 +176,17 @@ def load_verifier(source: str | Path, dtype: str | None = None, mesh: Any = None
         model.tokenizer,
         model.no_tokenizer,
     )
-    return fill(make, arrays, kind)
+    if mesh is None:
+        verifier = fill(make, arrays, kind)
+        table = verifier.embedding
+        if model.config.tied_head and isinstance(table, PackedWeight):
+            verifier.head.kernel = table.kernel  # the same memory
+        return verifier
+    check_mesh(jax.eval_shape(make), mesh)
+    place = functools.partial(placed, mesh=mesh, config=model.config)
+    if isinstance(arrays, hub.Arrays):
+        arrays = hub.stacks(arrays)
+    return settled(fill(make, arrays, kind, place), mesh)
 
 
 def find_drafter(source: str | Path) -> Path:
@@ -183,6 +226,8 @@ def load_drafter(
         Drafter, manifest.config, manifest.spec, jax.random.key(0), recommended
     )
     drafter = fill(make, arrays, verifier.dtype)
+    if verifier.mesh is not None:
+        drafter = put(drafter, verifier.mesh, WHOLE)
     check_vocabulary(jax.device_get(drafter.vocabulary[...]), manifest.config.vocab_size)
     return drafter
 

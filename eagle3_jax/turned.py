@@ -16,6 +16,10 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from eagle3_jax.layers import Linear
+from eagle3_jax.packed import PackedWeight, multiply_layer
+
+Kernels = list[Array] | PackedWeight
+"""Of all layers: an array [out, in] each, or a packed stack."""
 
 
 def turned_matmul(x: Float[Array, "... a"], kernel: Float[Array, "z a"]) -> Float[Array, "... z"]:
@@ -46,23 +50,28 @@ class Apart(nnx.Module):
     """A layer's linear map whose kernel is one of many arrays [out, in], which `bind` gives it.
 
     Attributes:
+        inputs: of the map; static.
         place: of its kernels among those of the layer's linear maps; static.
-        kernels: one a layer.
+        kernels: one a layer; packed ones are their stack, which is read where it lies.
         layer: which layer this is.
     """
 
     def __init__(self, linear: Linear, place: int):
         self.bias = linear.bias
+        self.inputs = linear.kernel.shape[-2]
         self.place = place
-        self.kernels: list[Array] = nnx.data([])
+        self.kernels: Kernels = nnx.data([])
         self.layer: Array | None = nnx.data(None)
 
-    def __call__(self, x: Float[Array, "... {self.kernels[0].shape[1]}"]) -> Float[Array, "... z"]:
-        # A branch a layer, of one product each: all else that a layer does compiles once for all,
-        # and XLA hands a branch its kernel without copying it.
-        each = [functools.partial(_apply, kernel=kernel) for kernel in self.kernels]
+    def __call__(self, x: Float[Array, "... {self.inputs}"]) -> Float[Array, "... z"]:
         assert self.layer is not None
-        y = jax.lax.switch(self.layer, each, x)
+        if isinstance(self.kernels, PackedWeight):
+            y = multiply_layer(x, self.kernels, self.layer)
+        else:
+            # A branch a layer, of one product each: all else that a layer does compiles once for
+            # all, and XLA hands a branch its kernel without copying it.
+            each = [functools.partial(_apply, kernel=kernel) for kernel in self.kernels]
+            y = jax.lax.switch(self.layer, each, x)
         return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
 
 
@@ -82,29 +91,36 @@ def linears(module: nnx.Module) -> list[tuple[nnx.Module, str, Linear]]:
 
 
 def turned[M: nnx.Module](module: M) -> M:
-    """The module with a `Turned` in place of every `Linear` in it; other arrays are shared."""
+    """The module with a `Turned` in place of every `Linear` in it; other arrays are shared.
+
+    A `Linear` with a packed kernel stays.
+    """
     copy = jax.tree.map(lambda x: x, module)
     for owner, name, linear in linears(copy):
-        setattr(owner, name, Turned(linear))
+        if not isinstance(linear.kernel, PackedWeight):
+            setattr(owner, name, Turned(linear))
     return copy
 
 
-def take_apart(stack: nnx.Module) -> list[list[Array]]:
+def take_apart(stack: nnx.Module) -> list[Kernels]:
     """Put an `Apart` in place of every `Linear` of stacked layers, and return their kernels.
 
     Returns:
-        For each of them, in their order, one kernel [out, in] a layer.
+        For each of them, in their order, one kernel [out, in] a layer, or the packed stack.
     """
     kernels = []
     for place, (owner, name, linear) in enumerate(linears(stack)):
-        # By numpy: as many small programs would take longer to compile than to run.
-        each = np.asarray(linear.kernel[...]).swapaxes(1, 2)
-        kernels.append([jnp.asarray(np.ascontiguousarray(kernel)) for kernel in each])
+        if isinstance(linear.kernel, PackedWeight):
+            kernels.append(linear.kernel)
+        else:
+            # By numpy: as many small programs would take longer to compile than to run.
+            each = np.asarray(linear.kernel[...]).swapaxes(1, 2)
+            kernels.append([jnp.asarray(np.ascontiguousarray(kernel)) for kernel in each])
         setattr(owner, name, Apart(linear, place))
     return kernels
 
 
-def bind(layer: nnx.Module, kernels: list[list[Array]], number: Int[Array, ""]) -> None:
+def bind(layer: nnx.Module, kernels: list[Kernels], number: Int[Array, ""]) -> None:
     """Give one of the layers that were taken apart its kernels."""
     for _, part in list(nnx.iter_modules(layer)):
         if isinstance(part, Apart):

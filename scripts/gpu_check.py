@@ -224,10 +224,10 @@ def same_tokens(dry: bool, seed: int) -> Iterator[Line]:
 
     verifier = e3.load_verifier("tiny-kimi")
     drafter = e3.load_drafter("tiny-kimi", verifier)
-    rng = np.random.default_rng(seed)
-    prompts = [rng.integers(verifier.config.vocab_size, size=12).tolist() for _ in range(3)]
-    new = 6 if dry else 200
-    plain = e3.generate(verifier, None, prompts, max_new_tokens=new, rows=3)
+    rng, rows = np.random.default_rng(seed), 1 if dry else 3
+    prompts = [rng.integers(verifier.config.vocab_size, size=12).tolist() for _ in range(rows)]
+    new = 4 if dry else 200
+    plain = e3.generate(verifier, None, prompts, max_new_tokens=new, rows=rows)
     backend = "mosaic_gpu_interpret" if dry else "mosaic_gpu"
     tree = e3.Speculation(depth=3, topk=3, nodes=7)
     for name, shape, kernels in (
@@ -239,7 +239,7 @@ def same_tokens(dry: bool, seed: int) -> Iterator[Line]:
         if dry and name == "chain, kernels":
             continue  # the tree takes the same road, and interpreting it is slow
         out = e3.generate(
-            verifier, drafter, prompts, max_new_tokens=new, rows=3, speculation=shape,
+            verifier, drafter, prompts, max_new_tokens=new, rows=rows, speculation=shape,
             kernels=kernels,
         )  # fmt: skip
         yield Line(

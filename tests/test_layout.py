@@ -10,7 +10,8 @@ ROOT = Path(__file__).parents[1]
 FLOORS = [
     ("eagle3_jax.contracts", "eagle3_jax.configs", "kernels_pallas"),
     ("sharding", "checkpoints", "eagle3_jax.layers", "eagle3_jax.caches", "eagle3_jax.states")
-    + ("eagle3_jax.templates", "eagle3_jax.tokenizer", "eagle3_jax.turned"),
+    + ("eagle3_jax.templates", "eagle3_jax.tokenizer", "eagle3_jax.turned")
+    + ("eagle3_jax.packed", "eagle3_jax.int8"),
     ("eagle3_jax.verifier", "eagle3_jax.drafter", "eagle3_jax.forest"),
     ("eagle3_jax.loop", "eagle3_jax.load", "eagle3_jax.testing"),
     ("eagle3_jax.batch",),

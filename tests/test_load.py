@@ -5,6 +5,7 @@ import json
 import runpy
 import shutil
 import tempfile
+import zlib
 from pathlib import Path
 
 import jax
@@ -24,10 +25,12 @@ from eagle3_jax.configs import Speculation
 from eagle3_jax.contracts import ContractError, LoadError, UnsupportedError
 from eagle3_jax.drafter import Drafter
 from eagle3_jax.load import load_drafter, load_verifier, recommended_speculation
+from eagle3_jax.packed import PARTS, PackedWeight
 from eagle3_jax.states import arrays_of, fill
 from eagle3_jax.verifier import Verifier
 
-MODELS = runpy.run_path(str(Path(__file__).parent / "golden" / "tiny_models.py"))
+GOLDEN = Path(__file__).parent / "golden"
+MODELS = runpy.run_path(str(GOLDEN / "tiny_models.py"))
 NAME = "deepseek_a"
 BOUNDARIES = (1, 2, 4)
 
@@ -296,11 +299,57 @@ def test_a_flipped_byte_is_refused_in_one_line_or_changes_one_number(data, verif
     assert sum(int((found[k] != x).sum()) for k, x in wanted.items()) <= 1
 
 
-def test_unknown_dtypes_and_meshes_are_refused(folder):
+def test_int4_folders(tmp_path):
+    """Experts stay packed; logits are those of transformers with the weights that it widens."""
+    tiny = runpy.run_path(str(GOLDEN / "tiny_int4.py"))
+    golden = np.load(GOLDEN / "int4.npz")
+    config, tensors = tiny["config"]("kimi_k"), tiny["tensors"]("kimi_k")
+    checksum = 0
+    for name, value in sorted(tensors.items()):
+        checksum = zlib.crc32(value.tobytes(), zlib.crc32(name.encode(), checksum))
+    assert checksum == golden["weights_crc32"]
+    found = load_verifier(tiny["MODELS"]["write_files"](config, tensors, tmp_path), "float32")
+    kinds = {name: x.dtype for name, x in arrays_of(found).items() if name.startswith("experts")}
+    assert kinds == {
+        f"experts.{kernel}.{part}": kind
+        for kernel in ("gate_up", "down")
+        for part, kind in (("codes", jnp.uint8), ("scales", jnp.bfloat16))
+    }
+    logits = found.score(jnp.asarray(golden["tokens"]), (1,)).logits
+    np.testing.assert_allclose(logits, golden["logits"], atol=2e-5)
+
+
+def test_int8(folder, tmp_path):
+    """Packed while loading; a tied head is the embedding's memory."""
+    found = load_verifier(folder, dtype="bfloat16", quantization="int8")
+    assert found.dtype == jnp.bfloat16 and found.embedding.codes.dtype == jnp.int8
+    assert found.experts is not None and found.experts.down.codes.dtype == jnp.int8
+    tied = load_verifier(MODELS["write_folder"]("llama_tied", tmp_path), quantization="int8")
+    assert tied.config.tied_head and tied.head.kernel.codes is tied.embedding.codes
+    with pytest.raises(LoadError, match="quantization 'int3' is unknown; expected int8"):
+        load_verifier(folder, quantization="int3")
+
+
+def test_a_gguf_stays_as_stored():
+    """Where asked to, value for value; kernels whose parts have several formats do not."""
+    path = GOLDEN / "gguf" / "tiny.gguf"
+    found = arrays_of(load_verifier(path, "float32", quantization="stored"))
+    plain = arrays_of(load_verifier(path, "float32"))
+    packed = {name.rpartition(".")[0] for name in found if name.endswith(".codes")}
+    assert packed and packed < set(plain)
+    for name in packed:
+        parts = {p: found[f"{name}.{p}"] for p in PARTS if f"{name}.{p}" in found}
+        weight = PackedWeight(**parts, table=name == "embedding")
+        np.testing.assert_array_equal(weight[...], plain[name], err_msg=name)
+    with pytest.raises(LoadError, match="'stored' wants float32 on one device, found bfloat16"):
+        load_verifier(path, "bfloat16", quantization="stored")
+    with pytest.raises(LoadError, match="'stored' wants a GGUF file, found tiny-kimi"):
+        load_verifier("tiny-kimi", "float32", quantization="stored")
+
+
+def test_unknown_dtypes_are_refused(folder):
     with pytest.raises(LoadError, match="dtype 'float8' is unknown; expected float32 or bfloat16"):
         load_verifier(folder, dtype="float8")
-    with pytest.raises(UnsupportedError, match="partition rules"):
-        load_verifier(folder, mesh=object())
 
 
 def test_a_drafter_comes_back(verifier, drafter_folder):

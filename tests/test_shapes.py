@@ -35,6 +35,7 @@ from eagle3_jax.drafter.drafter import Roots
 from eagle3_jax.forest.processing import Plan
 from eagle3_jax.layers import Linear, Mlp, RmsNorm
 from eagle3_jax.loop.decode import DecodeStages, DecodeState
+from eagle3_jax.packed import PackedWeight
 from eagle3_jax.training.data import Document, Packed
 from eagle3_jax.training.features import Readings
 from eagle3_jax.turned import Apart, Turned
@@ -43,6 +44,7 @@ from eagle3_jax.verifier.attention import GroupedQueryAttention, LatentAttention
 from eagle3_jax.verifier.decoder import Layer
 from eagle3_jax.verifier.experts import Experts, Router
 from kernels_pallas import Backend
+from sharding.exchange import Exchange
 
 PACKAGES = ("eagle3_jax", "kernels_pallas", "sharding", "checkpoints")
 
@@ -51,7 +53,7 @@ PACKAGES = ("eagle3_jax", "kernels_pallas", "sharding", "checkpoints")
 SIZES = {
     **{"b": 2, "t": 15, "r": 3, "w": 5, "u": 5, "n": 15, "p": 6, "c": 9, "s": 16, "rows": 3},
     **{"d": 32, "f": 96, "m": 24, "h": 4, "k": 2, "hd": 8, "hv": 7, "l": 4, "v": 64, "dv": 40},
-    **{"e": 8, "x": 3, "i": 12, "a": 34, "z": 24, "g": 11},
+    **{"e": 8, "x": 3, "i": 12, "a": 34, "z": 24, "g": 11, "bytes": 34, "groups": 1},
 }
 FIELD_SIZES = {**SIZES, "hv": SIZES["hd"]}
 """Of caches and their like, which belong to models whose heads have one width."""
@@ -92,6 +94,7 @@ OF_TYPE: dict[Any, Callable[[], Any]] = {
     Any: lambda: (),
     Backend: lambda: "xla",
     DecodeState: lambda: STAGES.make_state(SIZES["b"], 128),
+    PackedWeight: lambda: packed_weight(),
     Linear: lambda: Linear(KEY, SIZES["a"], SIZES["z"]),
     Turned: lambda: Turned(Linear(KEY, SIZES["a"], SIZES["z"])),
     Apart: lambda: apart_linear(),
@@ -102,6 +105,7 @@ OF_TYPE: dict[Any, Callable[[], Any]] = {
     Layer: lambda: one_layer(LLAMA.dense_layers),
     Router: lambda: one_layer(DEEPSEEK.moe_layers).router,
     Experts: lambda: DEEPSEEK.experts,
+    Exchange: lambda: Exchange(None, (SIZES["b"], SIZES["r"], SIZES["w"])),
     Readings: lambda: kept_readings(),
 }
 
@@ -112,6 +116,12 @@ def kept_readings() -> Readings:
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder)
     return Readings(folder, LLAMA, Packed([document], 8, 0), (1, 2))
+
+
+def packed_weight(*lead: int) -> PackedWeight:
+    """A kernel in int8, or a stack of them."""
+    codes = jnp.zeros((*lead, SIZES["z"], SIZES["a"]), jnp.int8)
+    return PackedWeight(codes=codes, scales=jnp.ones((*lead, SIZES["z"], 1)))
 
 
 def apart_linear() -> Apart:
@@ -132,6 +142,7 @@ def one_root() -> Roots:
 # Arguments that only one function wants so.
 ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
     "eagle3_jax.verifier.attention.attend_and_keep": {"cache": lambda: None},
+    "eagle3_jax.packed.multiply_layer": {"stack": lambda: packed_weight(SIZES["l"])},
     "eagle3_jax.turned.bind": {"layer": lambda: LLAMA, "kernels": lambda: []},
     "eagle3_jax.layers.stacked": {"make": lambda: lambda key: Linear(key, 2, 2)},
     "eagle3_jax.forest.trees.grow_tree": {
@@ -143,6 +154,7 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
     "eagle3_jax.loop.decode.write_tokens": {"live": lambda: jnp.ones((SIZES["b"],), bool)},
     "eagle3_jax.verifier.decoder.Layer.__call__": {"experts": lambda: None},
     "eagle3_jax.verifier.decoder.Verifier.score": {"boundaries": lambda: (1, 2)},
+    "sharding.exchange.Exchange.mine": {"count": lambda: SIZES["e"]},
     "eagle3_jax.loop.run.run": {"stages": lambda: STAGES, "state": OF_TYPE[DecodeState]},
     "eagle3_jax.drafter.vocabulary.check_vocabulary": {"vocab_size": lambda: SIZES["v"]},
     "eagle3_jax.drafter.drafter.Drafter.__init__": {"config": lambda: DRAFTER.config},
@@ -188,6 +200,8 @@ UNSHAPED: dict[str, str] = {
     "eagle3_jax.loop.decode.write_tokens": "`live` flags rows, and broadcasts",
     "eagle3_jax.loop.learn.ahead": "anything by row and position: ids, flags, distributions",
     "eagle3_jax.loop.learn.behind": "likewise",
+    "eagle3_jax.states.to_device": "any array, by its path",
+    "sharding.placement.gathered": "a device's part of any array",
     "eagle3_jax.training.trainer.new_drafter": "token counts, checked by choose_vocabulary",
     "eagle3_jax.training.trainer.export": "a dtype's name and a dictionary, no arrays",
     "eagle3_jax.verifier.decoder.check_tokens": "token lists of any kind and shape, read by numpy",
@@ -463,7 +477,19 @@ def test_the_collection_is_not_empty():
     assert len(names) > 40
 
 
-SHAPED = {"Float", "Int", "Bool", "Key", "Num", "Shaped", "Inexact", "UInt", "Real", "Array"}
+SHAPED = {
+    "Float",
+    "Int",
+    "Integer",
+    "Bool",
+    "Key",
+    "Num",
+    "Shaped",
+    "Inexact",
+    "UInt",
+    "Real",
+    "Array",
+}
 
 
 def dimension_names(tree: ast.AST) -> Iterator[str]:

@@ -68,7 +68,7 @@ def test_decoding_by_a_reader_gives_the_same_tokens(monkeypatch):
     reader, _ = forms.decoding_forms(verifier, None)
     assert reader is not None and forms.decoding_forms(verifier, None)[0] is reader
     assert tokens(None) == wanted and tokens(drafter) == wanted
-    verifier.head.kernel[...] = -verifier.head.kernel[...]
+    verifier.head.kernel = nnx.Param(-verifier.head.kernel[...])
     assert forms.decoding_forms(verifier, None)[0] is not reader
 
 

@@ -169,6 +169,7 @@ class Drafter(nnx.Module):
             )
         if context is None:
             context = rows_of(block)
+        assert context.values is not None
         out = forest_attention(
             q,
             context.keys,

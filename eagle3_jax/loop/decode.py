@@ -1,11 +1,14 @@
 """Decoding: the state of the rows, and the four stages over it."""
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Bool, Float, Int, Num
 
 from eagle3_jax.caches import (
@@ -18,7 +21,7 @@ from eagle3_jax.caches import (
     write_rows,
 )
 from eagle3_jax.configs import Speculation
-from eagle3_jax.contracts import DraftHidden, FeatureSpec, VerifierFeatures
+from eagle3_jax.contracts import DraftHidden, FeatureSpec, RequestError, VerifierFeatures
 from eagle3_jax.drafter.drafter import Drafter, Roots, context_pass
 from eagle3_jax.forest.drawing import (
     Asked,
@@ -43,6 +46,10 @@ from eagle3_jax.forest.topology import Forest, chain
 from eagle3_jax.forest.trees import grow_tree
 from eagle3_jax.verifier.decoder import Verifier
 from kernels_pallas import Backend
+from sharding.exchange import Exchange
+from sharding.mapped import ROWS, WHOLE, specs_by, stage_specs
+from sharding.mesh import DATA, MODEL, shape_of
+from sharding.placement import made, put
 
 
 @nnx.dataclass
@@ -154,7 +161,42 @@ class DecodeStages(nnx.Pytree):
         return 2 * (self.depth + 2)
 
     def make_state(self, rows: int, capacity: int) -> DecodeState:
-        """A state of empty rows, all done."""
+        """A state of empty rows, all done.
+
+        Raises:
+            RequestError: rows that do not divide over a mesh.
+        """
+        mesh = self.verifier.mesh
+        if mesh is None:
+            return self._empty(rows, capacity)
+        if rows % (data := shape_of(mesh).data):
+            raise RequestError(f"{rows} rows do not divide over data {data}; name a multiple of it")
+        make = functools.partial(self._empty, rows, capacity)
+        return made(make, mesh, self._specs(jax.eval_shape(make)))
+
+    def mapped(self, state: DecodeState) -> tuple[Mesh, Any, Any] | None:
+        """Decoding runs device by device, each group of them with its own rows."""
+        mesh = self.verifier.mesh
+        if mesh is None:
+            return None
+        return mesh, stage_specs(self), self._specs(state)
+
+    def _specs(self, state: DecodeState) -> Any:
+        """The state with a partition spec in place of every array."""
+        heads = None if self.verifier.config.latent else MODEL
+        own = {
+            "cache": PartitionSpec(None, DATA, heads),
+            "draft_cache": PartitionSpec(None, DATA),
+            "waiting": WHOLE,
+        }
+        return specs_by(state, lambda path, _: own.get(path.split(".")[0], ROWS))
+
+    def placed(self, state: DecodeState) -> DecodeState:
+        """The state where the loop wants it; arrays that are there stay."""
+        mesh = self.verifier.mesh
+        return state if mesh is None else put(state, mesh, self._specs(state))
+
+    def _empty(self, rows: int, capacity: int) -> DecodeState:
         drafting = self.depth > 0
         path = self.depth + 1
         v = self.verifier.config.vocab_size
@@ -189,8 +231,9 @@ class DecodeStages(nnx.Pytree):
 
     def going(self, state: DecodeState) -> Bool[Array, ""]:
         """While a row is live, and, where prompts wait, while all are."""
-        live = jnp.logical_not(state.done)
-        return jnp.where(state.waiting, jnp.all(live), jnp.any(live))
+        anywhere = Exchange(self.verifier.mesh).anywhere
+        any_done, any_live = anywhere(jnp.any(state.done)), anywhere(jnp.any(~state.done))
+        return jnp.where(state.waiting, ~any_done, any_live)
 
     def draft(self, state: DecodeState) -> tuple[DecodeState, Forest]:
         """Refresh the drafter's context with true features, then grow nodes from its last row."""

@@ -5,6 +5,7 @@ import weakref
 import jax
 
 from eagle3_jax.drafter.drafter import Drafter
+from eagle3_jax.packed import PackedWeight
 from eagle3_jax.turned import turned, weight_bytes
 from eagle3_jax.verifier.decoder import Verifier
 
@@ -19,9 +20,11 @@ _apart = weakref.WeakKeyDictionary()
 def apart_pays(verifier: Verifier) -> bool:
     """Whether `Verifier.apart` is worth its memory: on CPU, for dense models of modest size."""
     c = verifier.config
-    if c.latent or c.moe_layers or jax.default_backend() != "cpu":
+    if verifier.mesh is not None or c.latent or c.moe_layers or jax.default_backend() != "cpu":
         return False
-    return SMALLEST <= weight_bytes(verifier) <= LARGEST
+    # Packed kernels are not copied.
+    packed = isinstance(verifier.head.kernel, PackedWeight)
+    return packed or SMALLEST <= weight_bytes(verifier) <= LARGEST
 
 
 def decoding_forms(

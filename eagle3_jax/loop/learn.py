@@ -13,6 +13,7 @@ and is judged by the verifier's distribution at position t + 1 + i.
 Source: EAGLE-3, arXiv 2503.01840, section 3.2; alignment as in `docs/alignment.md`.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import Array
+from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from eagle3_jax.caches import text_scope
@@ -28,6 +30,10 @@ from eagle3_jax.drafter.drafter import Drafter, Roots, context_pass, growth_step
 from eagle3_jax.forest.judging import agree, likeliest
 from eagle3_jax.layers import matmul
 from eagle3_jax.verifier.decoder import Verifier
+from sharding.exchange import Exchange
+from sharding.mapped import ROWS, WHOLE, over_mesh, specs_by, specs_of, stage_specs
+from sharding.mesh import DATA, shape_of
+from sharding.placement import gathered, put, shardings, spread
 
 
 @nnx.dataclass
@@ -161,8 +167,21 @@ def read_text(
     hidden, features, _ = verifier.forward(tokens[..., None], text_scope(starts), None, boundaries)
     assert features is not None
     hidden = hidden[:, :, 0]
-    best = likeliest(verifier.read_out(hidden))
+    logits = verifier.own_logits(hidden)
+    best = Exchange(verifier.mesh).likeliest(logits, likeliest(logits))
     return Reading(features=features, hidden=hidden, best=best)
+
+
+def read_on_mesh(
+    verifier: Verifier,
+    tokens: Int[Array, "b t"],
+    starts: Int[Array, "b t"],
+    boundaries: tuple[int, ...],
+) -> Reading:
+    """`read_text` of whole arrays, by a verifier on one device or over a mesh."""
+    read = functools.partial(read_text, boundaries=boundaries)
+    specs = specs_of(verifier), ROWS, ROWS
+    return over_mesh(verifier.mesh, read, specs, ROWS)(verifier, tokens, starts)
 
 
 @jax.custom_vjp
@@ -262,6 +281,9 @@ class LearnStages(nnx.Pytree):
         steps: of training-time test; static.
         decay: weight of step i is `decay ** i`; static.
         dtype: of the drafter's products; None is its weights' own, which stay as they are; static.
+        spread: over a mesh, the drafter's matrices and moments lie over its data axis, each
+            gathered for a cycle's products; else whole on every device, only rows are divided;
+            static.
     """
 
     verifier: Verifier = nnx.data()
@@ -269,6 +291,35 @@ class LearnStages(nnx.Pytree):
     steps: int = nnx.static()
     decay: float = nnx.static()
     dtype: Any = nnx.static(default=None)
+    spread: bool = nnx.static(default=True)
+
+    def specs(self, tree: Any) -> Any:
+        """How a drafter, its moments or its gradients lie over the mesh; None without one."""
+        mesh = self.verifier.mesh
+        if mesh is None:
+            return None
+        data = shape_of(mesh).data if self.spread else 1
+        return jax.tree.map(lambda x: spread(x.shape, data), tree)
+
+    def mapped(self, state: LearnState) -> None:
+        """A cycle is one program; its passes run device by device, its update on whole arrays."""
+        return None
+
+    def placed(self, state: LearnState) -> LearnState:
+        """The state where the loop wants it; arrays that are there stay."""
+        mesh = self.verifier.mesh
+        if mesh is None:
+            return state
+
+        data = shape_of(mesh).data if self.spread else 1
+
+        def spec(path: str, shape: tuple[int, ...]) -> PartitionSpec:
+            part = path.split(".")[0]
+            if part == "batches":
+                return PartitionSpec(None, DATA)
+            return spread(shape, data) if part in ("drafter", "moments") else WHOLE
+
+        return put(state, mesh, specs_by(state, spec))
 
     def _cast(self, weight: Float[Array, "..."]) -> Float[Array, "..."]:
         """A weight as the products take it; norms' weights stay float32."""
@@ -301,7 +352,7 @@ class LearnStages(nnx.Pytree):
         if forest.reading is not None:
             return forest.reading
         boundaries = state.drafter.spec.boundaries
-        return read_text(self.verifier, forest.tokens, forest.starts, boundaries)
+        return read_on_mesh(self.verifier, forest.tokens, forest.starts, boundaries)
 
     def judge(self, state: LearnState, forest: TextForest, scores: Reading) -> LearnVerdict:
         """Loss and agreement node by node, and the loss's gradient.
@@ -309,46 +360,18 @@ class LearnStages(nnx.Pytree):
         The target is the verifier's distribution restricted to the draft vocabulary and
         renormalised; everything is judged where its target stands, at position t + 1 + i.
         """
-        graph, parameters, rest = nnx.split(state.drafter, nnx.Param, ...)
-        vocabulary = state.drafter.vocabulary[...]
-        verifier = self.verifier
-        said = jnp.zeros((verifier.config.vocab_size,), bool).at[vocabulary].set(True)
-        sayable = said[scores.best]
-        head = verifier.head.kernel[...][:, vocabulary]
-        hidden = verifier.norm(scores.hidden.astype(verifier.dtype))
-        target = jax.nn.softmax(matmul(hidden, head).astype(jnp.float32), axis=-1)
-        features = VerifierFeatures(
-            array=scores.features.astype(self.dtype or state.drafter.dtype),
-            spec=verifier.spec(state.drafter.spec.boundaries),
+        specs = self.specs(state.drafter)
+        gradient_specs = self.specs(nnx.split(state.drafter, nnx.Param, ...)[1])
+        nodes = PartitionSpec(None, DATA)
+        by_row = specs_by(forest, lambda path, _: nodes if path == "judged" else ROWS)
+        judge = over_mesh(
+            self.verifier.mesh,
+            functools.partial(_judge, specs=gradient_specs),
+            (stage_specs(self), specs, by_row, ROWS),
+            (gradient_specs, WHOLE),
         )
-
-        def loss_of(parameters):
-            drafter = nnx.merge(graph, jax.tree.map(self._cast, parameters), rest)
-            chain = chain_hidden(
-                drafter, verifier, features, forest.tokens, forest.starts, self.steps
-            )
-            loss = jnp.zeros((), jnp.float32)
-            parts = []
-            for step, own in enumerate(chain):
-                logits = drafter.read_out(DraftHidden(array=behind(own.array, 1 + step)))
-                judged = behind(forest.judged[step], 1 + step)
-                learned = (judged & sayable).astype(jnp.float32)
-                crossed = cross_entropy(logits, target)
-                chosen = drafter.to_verifier(likeliest(logits))
-                parts.append(
-                    (
-                        jnp.sum(crossed * learned),
-                        jnp.sum((agree(chosen, scores.best) & judged).astype(jnp.float32)),
-                        jnp.sum(judged.astype(jnp.float32)),
-                        jnp.sum(learned),
-                    )
-                )
-                mean = parts[-1][0] / jnp.maximum(parts[-1][3], 1.0)
-                loss = loss + jnp.float32(self.decay**step) * mean
-            return loss, [jnp.stack(part) for part in zip(*parts, strict=True)]
-
-        (_, sums), gradients = jax.value_and_grad(loss_of, has_aux=True)(parameters)
-        return LearnVerdict(gradients=gradients, tally=Tally(*sums, cycles=jnp.ones((), jnp.int32)))
+        gradients, tally = judge(self, state.drafter, forest, scores)
+        return LearnVerdict(gradients=gradients, tally=tally)
 
     def commit(
         self, state: LearnState, forest: TextForest, scores: Reading, verdict: LearnVerdict
@@ -358,6 +381,12 @@ class LearnStages(nnx.Pytree):
         with jax.numpy_dtype_promotion("standard"):
             updates, moments = self.optimiser.update(verdict.gradients, state.moments, parameters)
             parameters = optax.apply_updates(parameters, updates)
+        mesh = self.verifier.mesh
+        if mesh is not None:
+            parameters, moments = (
+                jax.lax.with_sharding_constraint(x, shardings(mesh, self.specs(x)))
+                for x in (parameters, moments)
+            )
         return LearnState(
             drafter=nnx.merge(graph, parameters, rest),
             moments=moments,
@@ -365,3 +394,60 @@ class LearnStages(nnx.Pytree):
             cycle=state.cycle + 1,
             tally=jax.tree.map(jnp.add, state.tally, verdict.tally),
         )
+
+
+def _judge(stages: LearnStages, drafter: Drafter, forest: TextForest, scores: Reading, specs: Any):
+    """Gradients and tally of `LearnStages.judge`, by one device with its rows and its parameters.
+
+    Args:
+        specs: how the parameters lie over a mesh; None without one.
+    """
+    verifier, exchange = stages.verifier, Exchange(stages.verifier.mesh)
+    graph, parameters, rest = nnx.split(drafter, nnx.Param, ...)
+    vocabulary = drafter.vocabulary[...]
+    said = jnp.zeros((verifier.config.vocab_size,), bool).at[vocabulary].set(True)
+    sayable = said[scores.best]
+    hidden = verifier.norm(scores.hidden.astype(verifier.dtype))
+    logits = matmul(hidden, verifier.head_of(vocabulary)).astype(jnp.float32)
+    target = jax.nn.softmax(logits, axis=-1)
+    features = VerifierFeatures(
+        array=scores.features.astype(stages.dtype or drafter.dtype),
+        spec=verifier.spec(drafter.spec.boundaries),
+    )
+
+    def loss_of(parameters):
+        parameters = jax.tree.map(stages._cast, parameters)
+        if specs is not None:
+            parameters = jax.tree.map(gathered, parameters, specs)
+        drafter = nnx.merge(graph, parameters, rest)
+        chain = chain_hidden(
+            drafter, verifier, features, forest.tokens, forest.starts, stages.steps
+        )
+        loss = jnp.zeros((), jnp.float32)
+        parts = []
+        for step, own in enumerate(chain):
+            logits = drafter.read_out(DraftHidden(array=behind(own.array, 1 + step)))
+            judged = behind(forest.judged[step], 1 + step)
+            learned = (judged & sayable).astype(jnp.float32)
+            crossed = cross_entropy(logits, target)
+            chosen = drafter.to_verifier(likeliest(logits))
+            parts.append(
+                (
+                    jnp.sum(crossed * learned),
+                    jnp.sum((agree(chosen, scores.best) & judged).astype(jnp.float32)),
+                    jnp.sum(judged.astype(jnp.float32)),
+                    jnp.sum(learned),
+                )
+            )
+            # Over all rows: a device's loss is its rows' part of the whole, and so are gradients.
+            rows = jnp.maximum(exchange.over_rows(parts[-1][3]), 1.0)
+            loss = loss + jnp.float32(stages.decay**step) * parts[-1][0] / rows
+        return loss, [jnp.stack(part) for part in zip(*parts, strict=True)]
+
+    (_, sums), gradients = jax.value_and_grad(loss_of, has_aux=True)(parameters)
+    if specs is not None:
+        gradients = jax.tree.map(
+            lambda g, spec: exchange.over_rows(g) if spec == WHOLE else g, gradients, specs
+        )
+    sums = [exchange.over_rows(part) for part in sums]
+    return gradients, Tally(*sums, cycles=jnp.ones((), jnp.int32))

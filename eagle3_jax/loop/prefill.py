@@ -15,6 +15,8 @@ from eagle3_jax.forest.drawing import Asked, walk
 from eagle3_jax.forest.processing import RowSettings, ends
 from eagle3_jax.forest.topology import chain
 from eagle3_jax.loop.decode import DecodeStages, DecodeState
+from sharding.mapped import WHOLE, over_mesh
+from sharding.mesh import DATA, shape_of
 
 CHUNK = 128
 """Tokens of one chunk; a capacity is a multiple of it."""
@@ -47,6 +49,38 @@ def prefill_chunk(
         limit: length of text at which the row stops.
         last: whether the prompt ends with this chunk; then the row becomes live.
     """
+    what = (row, tokens, start, count, limit, last)
+    mapped = stages.mapped(state)
+    if mapped is None:
+        return _read(stages, state, *what)
+    mesh, *specs = mapped
+    return over_mesh(mesh, _read_own, (*specs, *[WHOLE] * len(what)), specs[1])(
+        stages, state, *what
+    )
+
+
+def _read_own(stages: DecodeStages, state: DecodeState, row: Int[Array, ""], *what) -> DecodeState:
+    """`_read` by the devices that have the row; the others' rows are left alone."""
+    own = state.tokens.shape[0]
+    if shape_of(stages.verifier.mesh).data == 1:
+        return _read(stages, state, row, *what)
+    row = row - jax.lax.axis_index(DATA) * own
+    here = (row >= 0) & (row < own)
+    read = functools.partial(_read, stages)
+    return jax.lax.cond(here, read, lambda state, *_: state, state, row, *what)
+
+
+def _read(
+    stages: DecodeStages,
+    state: DecodeState,
+    row: Int[Array, ""],
+    tokens: Int[Array, " c"],
+    start: Int[Array, ""],
+    count: Int[Array, ""],
+    limit: Int[Array, ""],
+    last: Bool[Array, ""],
+) -> DecodeState:
+    """`prefill_chunk` by one device that has the row."""
     verifier, drafter = stages.verifier, stages.drafter
     c = tokens.shape[0] - 1
     chunk = tokens[:c][None]

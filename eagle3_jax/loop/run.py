@@ -6,7 +6,10 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 from jaxtyping import Bool, Int
+
+from sharding.mapped import WHOLE, over_mesh
 
 
 @runtime_checkable
@@ -37,6 +40,13 @@ class Stages(Protocol):
         """The state after the cycle."""
         ...
 
+    def mapped(self, state: Any) -> tuple[Mesh, Any, Any] | None:
+        """A mesh over which whole cycles run device by device, and the specs of stages and state.
+
+        None: cycles are one program, whose stages see to a mesh themselves where there is one.
+        """
+        ...
+
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def run(stages: Stages, state: Any, n: Int[Array, ""]) -> Any:
@@ -51,6 +61,14 @@ def run(stages: Stages, state: Any, n: Int[Array, ""]) -> Any:
         The state after the last cycle.
     """
 
+    mapped = stages.mapped(state)
+    if mapped is None:
+        return _cycles(stages, state, n)
+    mesh, *specs = mapped
+    return over_mesh(mesh, _cycles, (*specs, WHOLE), specs[1])(stages, state, n)
+
+
+def _cycles(stages: Stages, state: Any, n: Int[Array, ""]) -> Any:
     def more(carry):
         done, state = carry
         return (done < n) & stages.going(state)

@@ -30,6 +30,7 @@ from eagle3_jax.load import recommended_speculation
 from eagle3_jax.loop.decode import DecodeStages
 from eagle3_jax.training.prompts import read_prompt_rows
 from eagle3_jax.verifier import Verifier
+from sharding.placement import to_host
 
 Conversation = list[str]
 """The user's turns, in order; every one is answered before the next is asked."""
@@ -432,7 +433,7 @@ def not_chosen(
     length = -(-len(text) // SCORED) * SCORED
     padded = text + [0] * (min(length, verifier.config.max_length) - len(text))
     best = likeliest(verifier.score(jnp.asarray([padded], jnp.int32), (0,)).logits[0])
-    chosen = np.asarray(best)[len(prompt) - 1 : len(text) - 1]
+    chosen = to_host(best)[len(prompt) - 1 : len(text) - 1]
     return int(np.sum(chosen != np.asarray(new)))
 
 

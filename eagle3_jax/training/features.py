@@ -13,11 +13,11 @@ from jaxtyping import Int
 
 from checkpoints.tensors import read_json, write_json
 from eagle3_jax.contracts import RequestError
-from eagle3_jax.loop.learn import Reading, read_text
+from eagle3_jax.loop.learn import Reading, read_on_mesh
 from eagle3_jax.training.data import Packed
 from eagle3_jax.verifier import Verifier
 
-_read = functools.partial(jax.jit, static_argnames="boundaries")(read_text)
+_read = functools.partial(jax.jit, static_argnames="boundaries")(read_on_mesh)
 
 
 class Readings:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from checkpoints.tensors import read_json, write_json
 from eagle3_jax.batch import Batch, Row, Seat, warm
@@ -362,7 +361,7 @@ class _Rows(Batch):
 
     def harvest(self, row: int) -> Row:
         """A row's text where it is through; nobody reads it before."""
-        return super().harvest(row) if np.asarray(self.state.done)[row] else _GOING
+        return super().harvest(row) if self.seen["done"][row] else _GOING
 
     def answered(self) -> Generator[_Talk, None, None]:
         """Conversations as they end."""

@@ -17,7 +17,7 @@ from checkpoints.drafters import Manifest, write_drafter
 from checkpoints.store import Store
 from checkpoints.tensors import read_json, write_json
 from eagle3_jax.configs import DrafterConfig, Speculation, TrainConfig
-from eagle3_jax.contracts import RequestError
+from eagle3_jax.contracts import RequestError, UnsupportedError
 from eagle3_jax.drafter import Drafter
 from eagle3_jax.drafter.vocabulary import choose_vocabulary
 from eagle3_jax.generation import generate
@@ -28,6 +28,9 @@ from eagle3_jax.states import arrays_of
 from eagle3_jax.training.data import Document, Packed, read_documents, split
 from eagle3_jax.training.features import Readings
 from eagle3_jax.verifier import Verifier
+from sharding.mesh import shape_of
+from sharding.placement import put, shardings, to_host
+from sharding.processes import is_first, meet
 
 UPDATES_A_CALL = 10
 """Updates of one compiled call; the progress bar moves that often."""
@@ -114,12 +117,12 @@ def new_drafter(
     if config.width == verifier.config.width:
         f32 = jnp.float32
         drafter.norm.weight[...] = verifier.norm.weight[...].astype(f32)
-        drafter.head.kernel[...] = verifier.head.kernel[...][:, vocabulary].astype(f32)
+        drafter.head.kernel = nnx.Param(verifier.head.kernel[...][:, vocabulary].astype(f32))
         highest = int(np.argmax(spec.boundaries)) * config.verifier_width
         kernel = drafter.fusion.kernel[...] * f32(0.3)
         eye = jnp.eye(config.width, dtype=f32)
         kernel = kernel.at[highest : highest + config.width].add(eye)
-        drafter.fusion.kernel[...] = kernel
+        drafter.fusion.kernel = nnx.Param(kernel)
     return drafter
 
 
@@ -150,8 +153,12 @@ def train(
     resume: bool = False,
     start: Drafter | None = None,
     readings: Path | None = None,
+    spread: bool = True,
 ) -> dict[str, Any]:
     """Train a drafter for a verifier on JSONL rows; features are computed as it goes.
+
+    Over a mesh rows lie over its data axis. Several processes call this together and see one file
+    system; a run goes on over another mesh than it was begun on.
 
     Args:
         verifier: frozen.
@@ -166,6 +173,8 @@ def train(
         start: a drafter to start from, in place of a new one.
         readings: a folder that keeps what the verifier says of the rows, so that later epochs and
             runs over the same rows need not read them again; None reads them as they come.
+        spread: over a mesh, whether the drafter's matrices and moments lie over its data axis; else
+            they are whole on every device.
 
     Returns:
         `run`, `checkpoint`, `tokens`, `accept_length`, `loss`, `accuracy_by_step`,
@@ -173,15 +182,26 @@ def train(
 
     Raises:
         RequestError: bad data, a run that exists without `resume`, a resume under other settings,
-            or a loss that is no number any more.
+            a batch that a mesh does not divide, or a loss that is no number any more.
+        UnsupportedError: kept readings and several processes.
     """
+    if config.batch % (data_size := shape_of(verifier.mesh).data):
+        raise RequestError(
+            f"train batch {config.batch} does not divide over data {data_size} of the mesh; name a "
+            "multiple of it"
+        )
+    if readings is not None and jax.process_count() > 1:
+        raise UnsupportedError(
+            f"kept readings are written by one process, and there are {jax.process_count()}; "
+            "leave readings out"
+        )
     documents = read_documents(Path(data), verifier.config.vocab_size)
     learned, held = split(documents, config.held_out)
     counts = np.zeros(verifier.config.vocab_size, np.int64)
     for document in learned:
         np.add.at(counts, document.tokens[document.learn], 1)
     drafter = start or new_drafter(verifier, shape, boundaries, counts, config.seed)
-    it = _Run(verifier, drafter, Path(run), config, learned, held)
+    it = _Run(verifier, drafter, Path(run), config, learned, held, spread)
     if readings is not None:
         boundaries = drafter.spec.boundaries
         it.readings = Readings(Path(readings), verifier, it.packed, boundaries)
@@ -199,6 +219,7 @@ class _Run:
         config: TrainConfig,
         learned: list[Document],
         held: list[Document],
+        spread: bool = True,
     ):
         self.verifier, self.folder, self.config, self.held = verifier, folder, config, held
         self.packed = Packed(learned, config.length, config.seed, config.rows)
@@ -210,10 +231,16 @@ class _Run:
             steps=config.steps,
             decay=config.step_decay,
             dtype=DTYPES[config.dtype] if config.dtype else verifier.dtype,
+            spread=spread,
         )
         # A copy: every update donates the arrays, and the caller keeps its own.
         self.drafter = drafter = jax.tree.map(jnp.copy, drafter)
-        self.moments = transformation.init(nnx.state(drafter, nnx.Param))
+        init, where = transformation.init, None
+        if verifier.mesh is not None:
+            self.drafter = drafter = put(drafter, verifier.mesh, self.stages.specs(drafter))
+            moments = jax.eval_shape(init, nnx.state(drafter, nnx.Param))
+            where = shardings(verifier.mesh, self.stages.specs(moments))
+        self.moments = jax.jit(init, out_shardings=where)(nnx.state(drafter, nnx.Param))
         self.settings = {
             "train": dataclasses.asdict(config),
             "drafter": dataclasses.asdict(drafter.config),
@@ -227,7 +254,7 @@ class _Run:
         done = self._open(resume)
         clock, since = time.perf_counter(), done
         tally = empty_tally(self.config.steps)
-        with _bar(self.config.updates, done, progress) as show:
+        with _bar(self.config.updates, done, progress and is_first()) as show:
             while done < self.config.updates:
                 until_save = self.config.save_every - done % self.config.save_every
                 count = min(UPDATES_A_CALL, until_save, self.config.updates - done)
@@ -245,11 +272,8 @@ class _Run:
                     tokens = (done - since) * self.config.batch * self.config.length
                     speed = tokens / (time.perf_counter() - clock)
                     self._save(done, {**means, "tokens_per_second": speed})
-                    tally, clock, since = (
-                        empty_tally(self.config.steps),
-                        time.perf_counter(),
-                        done,
-                    )
+                    tally = empty_tally(self.config.steps)
+                    clock, since = time.perf_counter(), done
         self.store.close()
         last = self.last or self._measure()
         return {
@@ -264,6 +288,7 @@ class _Run:
 
     def _open(self, resume: bool) -> int:
         """Make or reopen the folder; the number of updates already done."""
+        meet("before the run is opened")
         notes = self.folder / "run.json"
         if notes.exists() and not resume:
             raise RequestError(f"{self.folder} holds a run already; resume it, or name another")
@@ -280,8 +305,11 @@ class _Run:
             ]
             if other:
                 raise RequestError(f"the run was begun with other settings: {'; '.join(other)}")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(notes, self.settings)
+        meet("the run can be opened")
+        if is_first():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(notes, self.settings)
+        meet("the run is open")
         self.store = Store(self.folder / "checkpoints")
         step = self.store.latest()
         if not resume or step is None:
@@ -301,9 +329,16 @@ class _Run:
         reading = None
         if self.readings is not None:
             reading = self.readings.take(self.packed.numbers(done, count, self.config.batch))
+        state = self._state(self.drafter, self.moments, tokens, starts, learn, reading)
+        state = run_loop(self.stages, state, jnp.asarray(count, jnp.int32))
+        self.drafter, self.moments = state.drafter, state.moments
+        return jax.tree.map(jnp.asarray, to_host(state.tally))
+
+    def _state(self, drafter, moments, tokens, starts, learn, reading=None) -> LearnState:
+        """Some batches to come."""
         state = LearnState(
-            drafter=self.drafter,
-            moments=self.moments,
+            drafter=drafter,
+            moments=moments,
             batches=Batches(
                 tokens=jnp.asarray(tokens),
                 starts=jnp.asarray(starts),
@@ -313,9 +348,7 @@ class _Run:
             cycle=jnp.zeros((), jnp.int32),
             tally=empty_tally(self.config.steps),
         )
-        state = run_loop(self.stages, state, jnp.asarray(count, jnp.int32))
-        self.drafter, self.moments = state.drafter, state.moments
-        return state.tally
+        return self.stages.placed(state)
 
     def _save(self, done: int, means: dict[str, Any]) -> None:
         """Checkpoint, measure on held-out rows, and export where the drafter is the best so far."""
@@ -330,8 +363,9 @@ class _Run:
             {"drafter": nnx.to_pure_dict(state), "moments": _plain(self.moments)},
             {"best": self.best, "last": _as_json(row)},
         )
-        with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_as_json(row)) + "\n")
+        if is_first():
+            with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(_as_json(row)) + "\n")
         if better:
             export(self.folder / "drafter", self.drafter, {**self.settings["train"], **row})
 
@@ -345,19 +379,11 @@ class _Run:
             count = max(min(packed.rows // self.config.batch, 4), 1)
             tokens, starts, learn = packed.batches(0, count, self.config.batch)
             still = dataclasses.replace(self.stages, optimiser=_STILL)
-            state = LearnState(
-                drafter=jax.tree.map(jnp.copy, self.drafter),
-                moments=_STILL.init(nnx.state(self.drafter, nnx.Param)),
-                batches=Batches(
-                    tokens=jnp.asarray(tokens),
-                    starts=jnp.asarray(starts),
-                    learn=jnp.asarray(learn),
-                ),
-                cycle=jnp.zeros((), jnp.int32),
-                tally=empty_tally(self.config.steps),
-            )
+            copy = jax.tree.map(jnp.copy, self.drafter)
+            nothing = _STILL.init(nnx.state(self.drafter, nnx.Param))
+            state = self._state(copy, nothing, tokens, starts, learn)
             tally = run_loop(still, state, jnp.asarray(count, jnp.int32)).tally
-            means = summary(tally)
+            means = summary(to_host(tally))
             out["held_out_loss"] = means["loss"]
             out["held_out_accuracy_by_step"] = means["accuracy_by_step"]
         prompts = [p for p in map(_prompt, self.held[:16]) if p]
@@ -368,7 +394,6 @@ class _Run:
                 prompts,
                 max_new_tokens=64,
                 speculation=Speculation(depth=min(self.config.steps, 5)),
-                capacity=None,
             )
             out["accept_length"] = decoded.stats.accept_length
             out["acceptance_by_depth"] = list(decoded.stats.acceptance_by_depth)
@@ -400,7 +425,7 @@ def summary(tally: Tally) -> dict[str, Any]:
 
 
 def export(folder: Path, drafter: Drafter, training: dict[str, Any], dtype=None, recommended=None):
-    """Write a drafter folder.
+    """Write a drafter folder; of several processes, which all call this, the first one writes.
 
     Args:
         folder: made where missing.
@@ -410,10 +435,11 @@ def export(folder: Path, drafter: Drafter, training: dict[str, Any], dtype=None,
         recommended: settings for the manifest.
     """
     arrays = {}
-    for name, value in arrays_of(drafter).items():
-        array = np.asarray(value)
+    for name, array in to_host(arrays_of(drafter)).items():
         small = "norm" in name or not np.issubdtype(array.dtype, np.floating)
         arrays[name] = array if small or dtype is None else array.astype(dtype)
+    if not is_first():
+        return
     manifest = Manifest(
         config=drafter.config,
         spec=drafter.spec,

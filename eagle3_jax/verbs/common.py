@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+from jax.sharding import Mesh
 from rich.console import RenderableType
 from tyro.conf import UseAppendAction
 
@@ -21,6 +22,7 @@ from eagle3_jax.load import (
 from eagle3_jax.verifier import Verifier
 
 Dtype = Literal["float32", "bfloat16"] | None
+Quantization = Literal["int8", "stored"] | None
 Result = tuple[dict[str, Any], RenderableType]
 SamplingFlags = Annotated[Sampling, UseAppendAction]
 """What is several is given one by one, so that no flag takes the prompts behind it."""
@@ -89,7 +91,11 @@ def shape_of(speculation: Speculation) -> str:
 
 
 def load(
-    verifier: str, drafters: Sequence[str | None], dtype: str | None
+    verifier: str,
+    drafters: Sequence[str | None],
+    dtype: str | None,
+    mesh: Mesh | None = None,
+    quantization: str | None = None,
 ) -> tuple[Verifier, dict[str, Drafter]]:
     """A verifier, and drafters for it by the source they were named by.
 
@@ -97,6 +103,8 @@ def load(
         verifier: its source.
         drafters: their sources; None is the drafter that comes with the verifier.
         dtype: None is what the drafters' manifests recommend, where they agree.
+        mesh: over which the verifier is to lie.
+        quantization: of the verifier's weights.
 
     Raises:
         RequestError: no drafter comes with the verifier, or one is named twice.
@@ -117,12 +125,16 @@ def load(
     if dtype is None:
         recommended = {read_manifest(folder).recommended.get("dtype") for folder in folders}
         dtype = recommended.pop() if len(recommended) == 1 else None
-    loaded = load_verifier(verifier, dtype)
+    loaded = load_verifier(verifier, dtype, mesh, quantization)
     return loaded, {source: load_drafter(source, loaded) for source in sources}
 
 
 def load_plain(
-    source: str, verifier: Verifier, drafters: Mapping[str, Drafter], dtype: str | None
+    source: str,
+    verifier: Verifier,
+    drafters: Mapping[str, Drafter],
+    dtype: str | None,
+    quantization: str | None = None,
 ) -> Verifier:
     """The verifier as plain decoding beside those drafters takes it: in its own best dtype.
 
@@ -131,8 +143,11 @@ def load_plain(
         verifier: as the drafters take it; given back where the dtype is the same.
         drafters: for it.
         dtype: None is plain decoding's by the drafters' manifests, where they agree.
+        quantization: that the verifier was loaded with.
     """
     if dtype is None:
         recommended = {recommended_plain_dtype(drafter) for drafter in drafters.values()}
         dtype = recommended.pop() if len(recommended) == 1 else None
-    return verifier if dtype in (None, str(verifier.dtype)) else load_verifier(source, dtype)
+    if dtype in (None, str(verifier.dtype)):
+        return verifier
+    return load_verifier(source, dtype, verifier.mesh, quantization)

@@ -28,6 +28,7 @@ from eagle3_jax.load import recommended_speculation
 from eagle3_jax.training.evaluation import first_difference, not_chosen, pooled, reason
 from eagle3_jax.verbs.common import (
     Dtype,
+    Quantization,
     Result,
     SamplingFlags,
     SpeculationFlags,
@@ -37,6 +38,8 @@ from eagle3_jax.verbs.common import (
 )
 from eagle3_jax.verifier import Verifier
 from kernels_pallas import Backend
+from sharding.mesh import MeshShape, mesh_of
+from sharding.processes import Processes, start_processes
 
 RUNS = 3
 """Timed runs of each way of decoding in a comparison; the median one counts."""
@@ -53,6 +56,8 @@ class Decode:
         drafter: a folder or a bundled name; None is the one that comes with the verifier.
         no_drafter: plain decoding.
         dtype: of weights and activations; None is what the drafter's manifest recommends.
+        quantization: `int8` packs the verifier's weights, with a scale an output; `stored` keeps a
+            GGUF's blocks as they are.
         max_new_tokens: a text stops there or at an end token.
         rows: texts decoded side by side.
         capacity: cache slots a row; None is what the longest prompt needs.
@@ -64,6 +69,8 @@ class Decode:
         compare_plain: decode plainly too, and compare tokens and speed.
         plain_dtype: of plain decoding in the comparison; None is what the drafter's manifest
             recommends for it.
+        mesh: devices that the verifier lies over.
+        processes: several processes, each started with the same words but its index.
         json: one JSON object on standard output, all else on standard error.
     """
 
@@ -73,6 +80,7 @@ class Decode:
     drafter: str | None = None
     no_drafter: bool = False
     dtype: Dtype = None
+    quantization: Quantization = None
     max_new_tokens: int = 128
     rows: int = 8
     capacity: int | None = None
@@ -82,10 +90,13 @@ class Decode:
     kernels: Backend = "xla"
     compare_plain: bool = False
     plain_dtype: Dtype = None
+    mesh: MeshShape = MeshShape()
+    processes: Processes = Processes()
     json: bool = False
 
     def execute(self) -> Result:
         """Decode, and compare where asked to."""
+        start_processes(self.processes)
         if self.no_drafter and (self.drafter is not None or self.compare_plain):
             other = "--compare-plain" if self.compare_plain else "--drafter"
             raise RequestError(f"--no-drafter is plain decoding; leave out {other}")
@@ -96,7 +107,8 @@ class Decode:
         raw = self.raw or not prompts
         prompts = prompts or [default_prompt()]
         sources = () if self.no_drafter else (self.drafter,)
-        verifier, drafters = load(self.verifier, sources, self.dtype)
+        where = mesh_of(self.mesh), self.quantization
+        verifier, drafters = load(self.verifier, sources, self.dtype, *where)
         drafter = next(iter(drafters.values()), None)
         speculation = self.speculation.over(drafter)
         common = {
@@ -116,7 +128,8 @@ class Decode:
         dtypes = {label: str(verifier.dtype)}
         other = verifier
         if self.compare_plain:
-            other = load_plain(self.verifier, verifier, drafters, self.plain_dtype)
+            given = self.plain_dtype, self.quantization
+            other = load_plain(self.verifier, verifier, drafters, *given)
             ways["plain"] = functools.partial(generate, other, None, **common)
             dtypes["plain"] = str(other.dtype)
         answers: list[RenderableType] = []

@@ -13,6 +13,7 @@ from eagle3_jax.contracts import RequestError
 from eagle3_jax.training.evaluation import accept_lengths, evaluate, read_prompts
 from eagle3_jax.verbs.common import (
     Dtype,
+    Quantization,
     Result,
     SamplingFlags,
     SpeculationFlags,
@@ -20,6 +21,8 @@ from eagle3_jax.verbs.common import (
     load_plain,
     shape_of,
 )
+from sharding.mesh import MeshShape, mesh_of
+from sharding.processes import Processes, start_processes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,8 @@ class Eval:
         verifier: a folder or a bundled name.
         drafter: folders or bundled names; none is the one that comes with the verifier.
         dtype: of weights and activations; None is what the drafters' manifests recommend.
+        quantization: `int8` packs the verifier's weights, with a scale an output; `stored` keeps a
+            GGUF's blocks as they are.
         plain_dtype: of plain decoding; None is what the manifests recommend for it.
         same_dtype: where plain decoding has its own dtype, run it in the drafters' too.
         speed: measure speed, one row at a time; without it accept length alone, and quickly.
@@ -41,6 +46,8 @@ class Eval:
         settings: shapes to measure each drafter with, e.g. depth=4 or depth=4,topk=4,nodes=15; in
             the place of speculation's depth, topk and nodes.
         sampling: how tokens are chosen; conversation i draws from the seed plus i.
+        mesh: devices that the verifier lies over.
+        processes: several processes, each started with the same words but its index.
         json: one JSON object on standard output, all else on standard error.
     """
 
@@ -48,6 +55,7 @@ class Eval:
     verifier: str = "tiny-kimi"
     drafter: Annotated[tuple[tuple[str, ...], ...], UseAppendAction] = ()
     dtype: Dtype = None
+    quantization: Quantization = None
     plain_dtype: Dtype = None
     same_dtype: bool = True
     speed: bool = True
@@ -57,10 +65,13 @@ class Eval:
     speculation: SpeculationFlags = SpeculationFlags()
     settings: Annotated[tuple[str, ...], UseAppendAction] = ()
     sampling: SamplingFlags = Sampling()
+    mesh: MeshShape = MeshShape()
+    processes: Processes = Processes()
     json: bool = False
 
     def execute(self) -> Result:
         """Evaluate every drafter on every set."""
+        start_processes(self.processes)
         sets = {}
         paths = sum(self.prompts, ())
         if not paths:
@@ -74,7 +85,9 @@ class Eval:
         if not self.speed and self.plain_dtype is not None:
             raise RequestError("--no-speed decodes nothing plainly; leave out --plain-dtype")
         shapes = self._shapes()
-        verifier, loaded = load(self.verifier, sum(self.drafter, ()) or (None,), self.dtype)
+        sources = sum(self.drafter, ()) or (None,)
+        where = mesh_of(self.mesh), self.quantization
+        verifier, loaded = load(self.verifier, sources, self.dtype, *where)
         drafters, speculation = {}, {}
         for name, drafter in loaded.items():
             named = {f"{name} {label}": shape for label, shape in shapes.items()}
@@ -88,11 +101,12 @@ class Eval:
         }
         with progress("evaluating") as show:
             if self.speed:
+                given = self.plain_dtype, self.quantization
                 found = evaluate(
                     verifier,
                     drafters,
                     sets,
-                    plain_verifier=load_plain(self.verifier, verifier, loaded, self.plain_dtype),
+                    plain_verifier=load_plain(self.verifier, verifier, loaded, *given),
                     same_dtype=self.same_dtype,
                     progress=show,
                     **common,

@@ -13,6 +13,8 @@ from eagle3_jax.load import (
 )
 from eagle3_jax.training.trainer import DrafterShape, train
 from eagle3_jax.verbs.common import Dtype, Result
+from sharding.mesh import MeshShape, mesh_of
+from sharding.processes import Processes, start_processes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,10 @@ class Train:
         readings: a folder that keeps what the verifier says of the rows, so that later epochs and
             runs need not read them again.
         resume: go on from the run's last checkpoint.
+        mesh: devices that the verifier lies over.
+        spread: over a mesh, the drafter's matrices and moments lie over its data axis; else they
+            are whole on every device.
+        processes: several processes, each started with the same words but its index.
         json: one JSON object on standard output, all else on standard error.
     """
 
@@ -44,11 +50,15 @@ class Train:
     start: str | None = None
     readings: Path | None = None
     resume: bool = False
+    mesh: MeshShape = MeshShape()
+    spread: bool = True
+    processes: Processes = Processes()
     json: bool = False
 
     def execute(self) -> Result:
         """Train to the end, or go on with a run."""
-        verifier = load_verifier(self.verifier, self.dtype)
+        start_processes(self.processes)
+        verifier = load_verifier(self.verifier, self.dtype, mesh_of(self.mesh))
         start = None
         if self.start is not None:
             if self.boundaries is not None or self.drafter != DrafterShape():
@@ -68,5 +78,6 @@ class Train:
             resume=self.resume,
             start=start,
             readings=self.readings,
+            spread=self.spread,
         )
         return found, fields(found)

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from jax.core import Tracer
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int, Key
 
 from eagle3_jax.caches import Cache, Rows, Scope, text_scope, within
@@ -24,10 +25,21 @@ from eagle3_jax.contracts import (
     default_boundaries,
 )
 from eagle3_jax.layers import Linear, Mlp, RmsNorm, stacked
+from eagle3_jax.packed import PackedWeight
 from eagle3_jax.tokenizer import Tokenizer
-from eagle3_jax.turned import Turned, bind, take_apart
-from eagle3_jax.verifier.attention import GroupedQueryAttention, LatentAttention, LayerRows
+from eagle3_jax.turned import Kernels, Turned, bind, take_apart
+from eagle3_jax.verifier.attention import GroupedQueryAttention, LatentAttention
 from eagle3_jax.verifier.experts import Experts, Router
+from sharding.exchange import Exchange
+from sharding.mapped import over_mesh, row_axis, specs_of
+from sharding.mesh import MODEL
+from sharding.rules import kv_heads
+
+NewRows = tuple[Float[Array, "rows k n hd"], Float[Array, "rows k n hv"] | None]
+"""One layer's new cache rows: all b, beside tokens that may be one device's share, with b = 1."""
+
+ALONE = Exchange(None)
+"""A single device's, which leaves everything as it is."""
 
 FEW_TOKENS = 32
 """Up to this many embeddings are read one by one."""
@@ -69,19 +81,22 @@ class Layer(nnx.Module):
         experts: Callable | None,
         window: Int[Array, ""] | None = None,
         differentiable: bool = False,
-    ) -> tuple[Float[Array, "b r w d"], LayerRows]:
+        exchange: Exchange = ALONE,
+    ) -> tuple[Float[Array, "b r w d"], NewRows]:
         """The residual stream after this layer, and its new cache rows.
 
         Args:
             experts: a function of (tokens [n d], chosen, weights) where the layer has experts.
             window: tokens it sees; None is all.
+            exchange: with the devices that hold the rest of the layer.
         """
         if window is not None:
             scope = within(scope, window)
         with jax.named_scope("attention"):
-            out, rows = self.attention(self.attention_norm(x), scope, cache, layer, differentiable)
-        x = x + out
-        y = self.mlp_norm(x)
+            y = exchange.whole(self.attention_norm(x))
+            out, rows = self.attention(y, scope, cache, layer, differentiable)
+            x = x + exchange.total(out)
+        y = exchange.whole(self.mlp_norm(x))
         parts = []
         if self.router is not None and experts is not None:
             with jax.named_scope("experts"):
@@ -90,7 +105,7 @@ class Layer(nnx.Module):
                 parts.append(experts(flat, chosen, weights).reshape(y.shape))
         if self.mlp is not None:
             parts.append(self.mlp(y))
-        return x + sum(parts[1:], parts[0]), rows
+        return x + exchange.total(sum(parts[1:], parts[0])), rows
 
 
 class Run(NamedTuple):
@@ -133,6 +148,8 @@ class Verifier(nnx.Module):
         tokenizer: None where unknown.
         no_tokenizer: why there is none, where there is none.
         kernels: those of the layers that `apart` has taken out of their stack; else None.
+        mesh: over which its arrays lie (`verifier/meshed.py`); static, None on a single device.
+            With a mesh, `forward` and `read_out` are one device's part, for use in `shard_map`.
     """
 
     def __init__(
@@ -149,7 +166,9 @@ class Verifier(nnx.Module):
         self.name = name
         self.tokenizer = tokenizer
         self.no_tokenizer = no_tokenizer or "it has no tokenizer.json"
-        self.embedding = nnx.Param(jax.random.normal(keys[0], (c.vocab_size, c.width), jnp.float32))
+        self.embedding: nnx.Param | PackedWeight = nnx.Param(
+            jax.random.normal(keys[0], (c.vocab_size, c.width), jnp.float32)
+        )
 
         def layers(key, count, has_experts):
             make = functools.partial(Layer, config=c, has_experts=has_experts)
@@ -161,7 +180,8 @@ class Verifier(nnx.Module):
         self.experts = Experts(keys[3], moe, c.width, c.experts) if moe and c.experts else None
         self.norm = RmsNorm(c.width, c.norm_eps, c.wide_norms)
         self.head = Linear(keys[4], c.width, c.vocab_size)
-        self.kernels: list[list[Array]] | None = nnx.data(None)
+        self.kernels: list[Kernels] | None = nnx.data(None)
+        self.mesh: Mesh | None = None
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -188,27 +208,33 @@ class Verifier(nnx.Module):
     def make_cache(self, rows: int, capacity: int) -> Cache:
         """An empty cache of `rows` rows of `capacity` slots, in the verifier's dtype."""
         c = self.config
-        shape = (c.num_layers, rows, c.cache_heads, capacity)
+        parts = Exchange(self.mesh).parts
+        heads = 1 if c.latent else parts * kv_heads(c, parts)
+        shape = (c.num_layers, rows, heads, capacity)
         keys = jnp.zeros((*shape, c.cache_width), self.dtype)
         values = None if c.latent else jnp.zeros((*shape, c.head_width), self.dtype)
         return Cache(keys=keys, values=values)
 
     def embed(self, tokens: Int[Array, "*lead"]) -> Float[Array, "*lead d"]:
         """Embeddings of tokens; the drafter is passed these, never the table."""
-        table = self.embedding[...]
-        if tokens.size > FEW_TOKENS:
-            return table[tokens]
-        # XLA:CPU hands a gather from a big table to its thread pool, however small the gather.
-        rows = [
-            jax.lax.dynamic_slice_in_dim(table, token, 1) for token in tokens.reshape(tokens.size)
-        ]
-        return jnp.concatenate(rows).reshape(*tokens.shape, table.shape[1])
+        table = self.embedding
+        if isinstance(table, PackedWeight):
+            return jax.tree.map(lambda x: _rows(x, tokens), table)[...]
+        return _rows(table[...], tokens)
 
     def read_out(
         self, hidden: Float[Array, "*lead {self.config.width}"]
     ) -> Float[Array, "*lead {self.config.vocab_size}"]:
         """Float32 logits of the residual stream after the last layer (boundary L)."""
+        return Exchange(self.mesh).vocabulary(self.own_logits(hidden))
+
+    def own_logits(self, hidden: Float[Array, "*lead {self.config.width}"]) -> Float[Array, "..."]:
+        """Those of `read_out` over this device's part of the vocabulary."""
         return self.head(self.norm(hidden)).astype(jnp.float32)
+
+    def head_of(self, vocabulary: Int[Array, " dv"]) -> Float[Array, "{self.config.width} dv"]:
+        """The head's columns of some tokens."""
+        return Exchange(self.mesh).columns(self.head.kernel[...], vocabulary)
 
     def forward(
         self,
@@ -232,7 +258,9 @@ class Verifier(nnx.Module):
             without a cache).
         """
         c = self.config
-        x = self.embed(tokens)
+        b, r, w = tokens.shape
+        exchange = Exchange(self.mesh, (b, r, w))
+        x = exchange.own(self.embed(tokens))
         kept = tuple(x for _ in boundaries)
         windows = None
         if c.windowed:
@@ -255,8 +283,9 @@ class Verifier(nnx.Module):
                     layer = jax.tree.map(lambda w: take(w, index + run.start), stack)
 
                 def route(x, chosen, weights):
+                    assert experts is not None
+                    chosen, weights = exchange.mine(chosen, weights, experts.kernels.count)
                     if sliced is None:
-                        assert experts is not None
                         at = index + run.start
                         return experts(x, chosen, weights, at, differentiable)
                     alone = jax.tree.map(lambda w: w[None], sliced)
@@ -273,6 +302,7 @@ class Verifier(nnx.Module):
                     route if run.has_experts else None,
                     window,
                     differentiable,
+                    exchange,
                 )
                 kept = tuple(
                     jnp.where(number + 1 == b, x, old)
@@ -288,10 +318,10 @@ class Verifier(nnx.Module):
             )
             (x, kept), rows = jax.lax.scan(body, (x, kept), inputs)
             parts.append(rows)
+        x = exchange.whole(x)
         features = None
         if boundaries:
-            b, r, w, d = x.shape
-            features = jnp.concatenate(kept, axis=-1).reshape(b, r * w, len(boundaries) * d)
+            features = exchange.whole(jnp.concatenate(kept, axis=-1)).reshape(b, r * w, -1)
         rows = None
         if cache is not None:
             joined = jax.tree.map(lambda *p: jnp.concatenate(p, axis=0), *parts)
@@ -301,21 +331,24 @@ class Verifier(nnx.Module):
     def apart(self) -> "Verifier":
         """A copy whose passes over a few tokens are faster on CPU; forward only.
 
-        Kernels lie [out, in] in arrays of their own, which no scan copies out of a stack. All else
-        is shared.
+        Kernels lie [out, in] in arrays of their own, which no scan copies out of a stack; packed
+        ones are read from their stack. All else is shared.
 
         Raises:
-            UnsupportedError: latent attention or experts, which read their arrays by themselves.
+            UnsupportedError: latent attention or experts, which read their arrays by themselves, or
+                a mesh.
         """
         c = self.config
-        if c.latent or c.moe_layers:
+        if c.latent or c.moe_layers or self.mesh is not None:
+            found = "latent attention" if c.latent else "experts" if c.moe_layers else "a mesh"
             raise UnsupportedError(
-                "layers apart: expected grouped-query attention and dense layers throughout, found "
-                f"{'latent attention' if c.latent else 'experts'}; decode with the verifier itself"
+                "layers apart: expected grouped-query attention and dense layers throughout on one "
+                f"device, found {found}; decode with the verifier itself"
             )
         copy = jax.tree.map(lambda x: x, self)
         copy.kernels = nnx.data(take_apart(copy.dense_layers))
-        copy.head = Turned(self.head)
+        if not isinstance(self.head.kernel, PackedWeight):
+            copy.head = Turned(self.head)
         return copy
 
     def score(self, tokens: Int[Array, "b t"], boundaries: tuple[int, ...] | None = None) -> Scores:
@@ -347,14 +380,29 @@ class Verifier(nnx.Module):
 
 @functools.partial(jax.jit, static_argnames="spec")
 def _score(verifier: Verifier, tokens: Int[Array, "b t"], spec: FeatureSpec) -> Scores:
-    hidden, features, _ = verifier.forward(
-        tokens[..., None], text_scope(jnp.zeros_like(tokens)), None, spec.boundaries
+    def own(verifier, tokens):
+        scope = text_scope(jnp.zeros_like(tokens))
+        hidden, features, _ = verifier.forward(tokens[..., None], scope, None, spec.boundaries)
+        return verifier.own_logits(hidden[:, :, 0]), features
+
+    rows = row_axis(verifier.mesh, tokens.shape[0])
+    read = over_mesh(
+        verifier.mesh,
+        own,
+        (specs_of(verifier), PartitionSpec(rows)),
+        (PartitionSpec(rows, None, MODEL), PartitionSpec(rows)),
     )
-    assert features is not None
-    return Scores(
-        logits=verifier.read_out(hidden[:, :, 0]),
-        features=VerifierFeatures(array=features, spec=spec),
-    )
+    logits, features = read(verifier, tokens)
+    return Scores(logits=logits, features=VerifierFeatures(array=features, spec=spec))
+
+
+def _rows(table: Array, tokens: Int[Array, "*lead"]) -> Array:
+    """Rows of a table, [*lead width]."""
+    if tokens.size > FEW_TOKENS:
+        return table[tokens]
+    # XLA:CPU hands a gather from a big table to its thread pool, however small the gather.
+    rows = [jax.lax.dynamic_slice_in_dim(table, token, 1) for token in tokens.reshape(tokens.size)]
+    return jnp.concatenate(rows).reshape(*tokens.shape, table.shape[1])
 
 
 def check_tokens(tokens, vocab_size: int) -> None:

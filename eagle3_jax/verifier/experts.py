@@ -9,11 +9,13 @@
 
 All equal the dense reference (every expert on every token), which lives in the tests. The stacked
 weights [l e ...] are closed over and sliced at (layer, expert), never copied a layer at a time;
-bfloat16 weights computed in float32 stay bfloat16 in memory, and only what is in use is widened.
+packed weights, and bfloat16 weights computed in float32, stay as they are in memory, and only what
+is in use is widened. Packed kernels have no gradient, nor have the biases beside them.
 """
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +24,17 @@ from jax import Array
 from jaxtyping import Float, Int, Key
 
 from eagle3_jax.configs import ExpertsConfig
-from eagle3_jax.layers import gate, matmul, random_kernel
+from eagle3_jax.layers import gate, matmul, multiply, random_kernel
+from eagle3_jax.packed import PackedWeight
 
 FEW = 32
 """Up to this many tokens the experts in use are walked one by one."""
 
 TILE = 32
 """Rows of one tile where tokens are many."""
+
+FEW_BYTES = 2**28
+"""About so many bytes of packed experts are widened at a time off the CPU."""
 
 
 class Router(nnx.Module):
@@ -117,8 +123,8 @@ class Kernels(nnx.Pytree):
         limit: where the activation is clamped (`ExpertsConfig.limit`).
     """
 
-    gate_up: Float[Array, "l e d z"] = nnx.data()
-    down: Float[Array, "l e i d"] = nnx.data()
+    gate_up: Float[Array, "l e d z"] | PackedWeight = nnx.data()
+    down: Float[Array, "l e i d"] | PackedWeight = nnx.data()
     gate_up_bias: Float[Array, "l e z"] | None = nnx.data(default=None)
     down_bias: Float[Array, "l e d"] | None = nnx.data(default=None)
     limit: float | None = nnx.static(default=None)
@@ -150,10 +156,11 @@ class Experts(nnx.Module):
     @property
     def kernels(self) -> Kernels:
         """The weights alone."""
+        gate_up, down = self.gate_up, self.down
         bias, down_bias = self.gate_up_bias, self.down_bias
         return Kernels(
-            gate_up=self.gate_up[...],
-            down=self.down[...],
+            gate_up=gate_up if isinstance(gate_up, PackedWeight) else gate_up[...],
+            down=down if isinstance(down, PackedWeight) else down[...],
             gate_up_bias=None if bias is None else bias[...],
             down_bias=None if down_bias is None else down_bias[...],
             limit=self.limit,
@@ -190,17 +197,27 @@ def activate(gate_up: Float[Array, "... z"], limit: float | None) -> Float[Array
     return (up + 1) * gated * jax.nn.sigmoid(1.702 * gated)
 
 
+def _some(stack, layer, first, count: int):
+    """So many experts of a layer, [count ...], from a stack [l e ...], packed or not."""
+
+    def slice_of(x):
+        at = (layer, first, *(0,) * (x.ndim - 2))
+        return jax.lax.dynamic_slice(x, at, (1, count, *x.shape[2:]))[0]
+
+    return jax.tree.map(slice_of, stack)
+
+
 def _expert(kernels: Kernels, layer, expert, dtype) -> tuple:
     """One expert's (gate_up, down, gate_up_bias, down_bias).
 
-    Widened where the stack is stored narrower than it is computed in.
+    Widened where the stack is stored narrower than it is computed in; packed kernels stay packed.
     """
 
     def one(stack):
         if stack is None:
             return None
-        at = (layer, expert, *(0,) * (stack.ndim - 2))
-        return jax.lax.dynamic_slice(stack, at, (1, 1, *stack.shape[2:]))[0, 0].astype(dtype)
+        own = jax.tree.map(lambda x: x[0], _some(stack, layer, expert, 1))
+        return own if isinstance(own, PackedWeight) else own.astype(dtype)
 
     k = kernels
     return one(k.gate_up), one(k.down), one(k.gate_up_bias), one(k.down_bias)
@@ -209,10 +226,10 @@ def _expert(kernels: Kernels, layer, expert, dtype) -> tuple:
 def _feed_forward(x: Float[Array, "n d"], own: tuple, limit: float | None) -> Float[Array, "n d"]:
     """One expert's output."""
     gate_up, down, gate_up_bias, down_bias = own
-    inner = matmul(x, gate_up)
+    inner = multiply(x, gate_up)
     if gate_up_bias is not None:
         inner = inner + gate_up_bias[None]
-    y = matmul(activate(inner, limit), down)
+    y = multiply(activate(inner, limit), down)
     return y if down_bias is None else y + down_bias[None]
 
 
@@ -260,18 +277,49 @@ def experts_ragged(
     kernels: Kernels,
     layer: Int[Array, ""],
 ) -> Float[Array, "n d"]:
-    """Tokens sorted by expert, one `jax.lax.ragged_dot` a kernel; for accelerators."""
+    """Tokens sorted by expert, one `jax.lax.ragged_dot` a kernel; for accelerators.
+
+    Packed kernels are widened a few experts at a time, a product for each few.
+    """
     order, sizes = _sorted(chosen, kernels.count)
     expert = chosen.reshape(-1)[order]
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
     def product(rows, stack, bias):
-        y = jax.lax.ragged_dot(rows, stack[layer].astype(x.dtype), sizes, precision=precision)
+        if isinstance(stack, PackedWeight):
+            y = _ragged_by_few(rows, stack, sizes, layer, precision)
+        else:
+            y = jax.lax.ragged_dot(rows, stack[layer].astype(x.dtype), sizes, precision=precision)
         return y if bias is None else y + bias[layer].astype(x.dtype)[expert]
 
     inner = product(x[order // chosen.shape[1]], kernels.gate_up, kernels.gate_up_bias)
     y = product(activate(inner, kernels.limit), kernels.down, kernels.down_bias)
+    # Rows past all groups belong to experts of other devices, and may hold anything.
+    y = jnp.where((expert < kernels.count)[:, None], y, 0)
     return _combine(y, order, weights, x.dtype)
+
+
+def _ragged_by_few(rows, stack: PackedWeight, sizes, layer, precision):
+    """A ragged product over packed kernels; as many turns whatever was chosen.
+
+    Each turn widens the next few experts and brings their rows to the front.
+    """
+    count, size = stack.shape[1], math.prod(stack.shape[2:]) * rows.dtype.itemsize
+    few = next(n for n in range(max(min(FEW_BYTES // size, count), 1), 0, -1) if count % n == 0)
+    first_row = jnp.cumsum(sizes) - sizes
+
+    def turn(j, total):
+        own = _some(stack, layer, j * few, few)
+        start = first_row[j * few]
+        mine = jax.lax.dynamic_slice_in_dim(sizes, j * few, few)
+        front = jnp.roll(rows, -start, axis=0)
+        wide = own.widened(rows.dtype)
+        y = jax.lax.ragged_dot(front, wide, mine, precision=precision)
+        y = jnp.where((jnp.arange(len(y)) < jnp.sum(mine))[:, None], y, 0)
+        return total + jnp.roll(y, start, axis=0)
+
+    zero = jnp.zeros((rows.shape[0], stack.shape[-1]), rows.dtype)
+    return jax.lax.fori_loop(0, count // few, turn, zero)
 
 
 def experts_by_tile(
@@ -326,12 +374,17 @@ def _tiles_forward(rows, sizes, kernels, layer):
 
 
 def _tiles_backward(saved, d_out):
-    """Recompute each tile and add its weight gradients to its expert's, in place."""
+    """Recompute each tile and add its weight gradients to its expert's, in place.
+
+    Where kernels are packed, rows alone have gradients.
+    """
     rows, sizes, kernels, layer = saved
     count, width = rows.shape
     total, locate = _plan(sizes, TILE)
     padded = jnp.pad(rows, ((0, TILE), (0, 0)))
     d_padded = jnp.pad(d_out, ((0, TILE), (0, 0)))
+
+    packed = isinstance(kernels.gate_up, PackedWeight)
 
     def accumulate(stack, new, expert):
         at = (layer, expert, *(0,) * new.ndim)
@@ -344,12 +397,12 @@ def _tiles_backward(saved, d_out):
         own = (jnp.arange(TILE) < left)[:, None]
         x = jax.lax.dynamic_slice(padded, (start, 0), (TILE, width))
         dy = jnp.where(own, jax.lax.dynamic_slice(d_padded, (start, 0), (TILE, width)), 0)
-        _, pull = jax.vjp(
-            functools.partial(_feed_forward, limit=kernels.limit),
-            x,
-            _expert(kernels, layer, expert, x.dtype),
-        )
-        d_x, d_own = pull(dy)
+        forward = functools.partial(_feed_forward, limit=kernels.limit)
+        weights = _expert(kernels, layer, expert, x.dtype)
+        if packed:
+            (d_x,) = jax.vjp(lambda x: forward(x, weights), x)[1](dy)
+            return jax.lax.dynamic_update_slice(d_rows, d_x, (start, 0)), None
+        d_x, d_own = jax.vjp(forward, x, weights)[1](dy)
         d_rows = jax.lax.dynamic_update_slice(d_rows, d_x, (start, 0))
         names = ("gate_up", "down", "gate_up_bias", "down_bias")
         changed = {
@@ -359,7 +412,7 @@ def _tiles_backward(saved, d_out):
         }
         return d_rows, dataclasses.replace(d_kernels, **changed)
 
-    start = jnp.zeros_like(padded), jax.tree.map(jnp.zeros_like, kernels)
+    start = jnp.zeros_like(padded), None if packed else jax.tree.map(jnp.zeros_like, kernels)
     d_rows, d_kernels = jax.lax.fori_loop(0, total, one, start)
     return d_rows[:count], None, d_kernels, None
 

@@ -110,8 +110,8 @@ def main(recipe: Recipe) -> None:
     verifier = Verifier(CONFIG, jax.random.key(0))
     print(f"{sum(x.size for x in jax.tree.leaves(verifier)):,} parameters")
     # Embeddings start small: a tied-scale start for a model without embedding scaling.
-    verifier.embedding[...] = verifier.embedding[...] * 0.02
-    verifier.head.kernel[...] = verifier.head.kernel[...] * 0.5
+    verifier.embedding = nnx.Param(verifier.embedding[...] * 0.02)
+    verifier.head.kernel = nnx.Param(verifier.head.kernel[...] * 0.5)
     graph, params = nnx.split(verifier)
     params = nnx.to_pure_dict(params)
     tx = optimiser(recipe)

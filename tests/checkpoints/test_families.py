@@ -163,7 +163,7 @@ def test_quantised_weights_are_refused(name):
     changed = {**CONFIGS[name], **quantised}
     if name == "kimi_k25":
         changed = {**CONFIGS[name], "text_config": CONFIGS[name]["text_config"] | quantised}
-    with pytest.raises(UnsupportedError, match="quantised .'fp8'.; packed weights are not read"):
+    with pytest.raises(UnsupportedError, match="quantised .'fp8'.; read is int4 of"):
         families.config_from_hub(changed)
 
 

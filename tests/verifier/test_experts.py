@@ -11,6 +11,9 @@ from flax import nnx
 
 from eagle3_jax import testing
 from eagle3_jax.configs import ExpertsConfig
+from eagle3_jax.int8 import pack
+from eagle3_jax.packed import PackedWeight
+from eagle3_jax.verifier import experts
 from eagle3_jax.verifier.experts import (
     FEW,
     TILE,
@@ -98,6 +101,69 @@ def test_every_dispatch_equals_the_dense_reference(tokens, load, kind):
         np.testing.assert_allclose(form(*given), wanted, rtol=1e-5, atol=2e-5, err_msg=name)
 
 
+def packed_arguments(tokens: int, kind: str):
+    """Arguments with packed kernels, and the same with those kernels widened."""
+    rng, width = np.random.default_rng(7), 64
+    lead = (LAYERS, COUNT)
+
+    def stack(inputs, outputs):
+        if kind == "int8":
+            parts = pack(rng.standard_normal((*lead, inputs, outputs)).astype(np.float32))
+        else:
+            parts = {
+                "codes": rng.integers(0, 256, (*lead, outputs, inputs // 2)).astype(np.uint8),
+                "scales": jnp.asarray(rng.uniform(0.1, 0.2, (*lead, outputs, 2)), jnp.bfloat16),
+            }
+        codes, scales = (jnp.asarray(parts[name]) for name in ("codes", "scales"))
+        return PackedWeight(codes=codes, scales=scales)
+
+    def biases(outputs):
+        made = rng.standard_normal((*lead, outputs))
+        return jnp.asarray(made, jnp.float32) if kind == "int8" else None
+
+    kernels = Kernels(
+        gate_up=stack(width, 2 * width),
+        down=stack(width, width),
+        gate_up_bias=biases(2 * width),
+        down_bias=biases(width),
+        limit=1.0 if kind == "int8" else None,
+    )
+    wide = dataclasses.replace(kernels, gate_up=kernels.gate_up[...], down=kernels.down[...])
+    _, chosen, weights, _, layer = arguments(tokens)
+    x = jnp.asarray(rng.standard_normal((tokens, width)) / 8, jnp.float32)
+    return (x, chosen, weights, kernels, layer), (x, chosen, weights, wide, layer)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("tokens", [1, TILE + 1])
+def test_every_dispatch_takes_packed_kernels(tokens, kind, monkeypatch):
+    """As it takes the widened ones; off the CPU in two turns of three experts."""
+    monkeypatch.setattr(experts, "FEW_BYTES", 4 * 3 * 64 * 128)
+    given, plain = packed_arguments(tokens, kind)
+    wanted = np.asarray(FORMS["in use"](*plain))
+    for name, form in FORMS.items():
+        np.testing.assert_allclose(
+            form(*given), wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max(), err_msg=name
+        )
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_gradients_through_packed_kernels(kind):
+    """Of tokens and their weights; the kernels are frozen."""
+    given, plain = packed_arguments(TILE + 1, kind)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradients(form, given):
+        def loss(x, weights):
+            return jnp.sum(jnp.sin(form(x, given[1], weights, *given[3:])))
+
+        return jax.grad(loss, argnums=(0, 1))(given[0], given[2])
+
+    found, wanted = (gradients(experts_by_tile, one) for one in (given, plain))
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(np.asarray(b)).max())
+
+
 def test_the_layer_is_the_one_asked_for():
     for name, form in FORMS.items():
         first, second = (form(*arguments(5, layer=layer)) for layer in (0, 1))
@@ -135,8 +201,8 @@ def test_gradients_by_tile_equal_those_of_the_reference(tokens, load, kind):
 
 def test_few_and_many_tokens_take_different_forms():
     """On a CPU; one program each side of the limit, told apart by what they loop over."""
-    experts = testing.tiny_verifier("deepseek").experts
-    assert isinstance(experts, Experts)
+    routed = testing.tiny_verifier("deepseek").experts
+    assert isinstance(routed, Experts)
     config = testing.DEEPSEEK.experts
     assert config is not None
 
@@ -146,7 +212,7 @@ def test_few_and_many_tokens_take_different_forms():
         weights = jnp.zeros((tokens, config.chosen))
         layer = jnp.zeros((), jnp.int32)
         return str(
-            jax.make_jaxpr(experts, static_argnums=4)(x, chosen, weights, layer, differentiable)
+            jax.make_jaxpr(routed, static_argnums=4)(x, chosen, weights, layer, differentiable)
         )
 
     by_tile = "custom_vjp"
