@@ -35,8 +35,9 @@ smollm2: $(SMOLLM2)
 	$(BIN)/eagle3 decode --verifier smollm2 --compare-plain $(ARGS) \
 		"Explain in one paragraph why the sky is blue."
 
+# A process a core; a file whole in one of them, whose tests share what it compiles.
 test: lint
-	$(BIN)/python -m pytest --durations=15 $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=auto --dist=loadfile --durations=15 $(ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff check

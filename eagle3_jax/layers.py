@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Float, Key
+from jaxtyping import Float, Int, Key
 
 from eagle3_jax.packed import PackedWeight
 
@@ -73,6 +73,11 @@ class Linear(nnx.Module):
         kernel = self.kernel
         y = multiply(x, kernel if isinstance(kernel, PackedWeight) else kernel[...])
         return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
+
+    def columns(self, ids: Int[Array, " dv"]) -> Float[Array, "{self.kernel.shape[0]} dv"]:
+        """Some columns of the kernel; of a packed one no others are widened."""
+        kernel = self.kernel
+        return kernel.columns(ids) if isinstance(kernel, PackedWeight) else kernel[...][:, ids]
 
 
 class RmsNorm(nnx.Module):

@@ -84,6 +84,10 @@ class PackedWeight(nnx.Pytree):
         wide = wide.reshape(*self.codes.shape[:-1], self.inputs).astype(dtype)
         return wide if self.table else wide.swapaxes(-1, -2)
 
+    def columns(self, ids: Int[Array, " dv"]) -> Float[Array, "{self.inputs} dv"]:
+        """Some columns of a single kernel, widened."""
+        return jax.tree.map(lambda part: part[ids], self).widened(self.dtype)
+
     def matmul(self, x: Float[Array, "... {self.inputs}"]) -> Float[Array, "... z"]:
         """`x @ kernel` for a single kernel; gradients go to `x` alone."""
         stack = jax.tree.map(lambda v: v[None], self)

@@ -65,12 +65,51 @@ class Walk(NamedTuple):
         return jnp.where(step < self.own, 2, part.astype(jnp.int32))
 
 
-def compiler_params(plan: Plan) -> plgpu.CompilerParams:
-    """Approximate exponentials where the weights are rounded to 16 bits anyway.
+def make_kernel(
+    name: str,
+    body: Callable,
+    plan: Plan,
+    batch: tuple[int, int],
+    readers: int,
+    totals: int,
+    scratch: dict[str, Any],
+    interpret: bool,
+) -> Callable:
+    """A kernel that gives each split's sums, and each query's maximum and parts of its total.
 
-    Sums and maxima over a tile's columns stay within a warp, so they need no shared memory.
+    Exponentials are approximate where the weights are rounded to 16 bits anyway. Sums and maxima
+    over a tile's columns stay within a warp, so they need no shared memory.
+
+    Args:
+        name: of the kernel.
+        body: what a CTA does.
+        plan: how the call is cut.
+        batch: rows and key heads.
+        readers: warpgroups of a CTA that multiply, beside the one that copies.
+        totals: parts of a query's total.
+        scratch: shared memory and barriers, by their names in the body.
+        interpret: step by step on CPU.
     """
-    return plgpu.CompilerParams(approx_math=plan.parts == 1, reduction_scratch_bytes=0)
+    each = *batch, plan.splits
+    return plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((*each, plan.written, plan.value_width), jnp.float32),
+            jax.ShapeDtypeStruct((*each, 1 + totals, plan.padded), jnp.float32),
+        ),
+        grid=(*batch, plan.groups, plan.splits),
+        grid_names=GRID,
+        cluster=(plan.cluster,),
+        cluster_names=("cta",),
+        num_threads=readers + 1,
+        thread_name="wg",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=plan.parts == 1, reduction_scratch_bytes=0
+        ),
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        kernel_name=name,
+    )
 
 
 def walk(spans, splits: int) -> Walk:

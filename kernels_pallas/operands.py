@@ -7,6 +7,41 @@ from kernels_pallas.hopper import LOG2E, WORD, split_float32
 from kernels_pallas.plan import TILE, Plan
 
 
+def unsupported(q, keys, own, *others) -> str | None:
+    """Why neither kernel can do a call, as far as both want the same; by shapes and dtypes alone.
+
+    Args:
+        q: [b r w h hd].
+        keys: [l rows k s hd].
+        own: [b r u k hd].
+        others: arrays of the same dtype.
+    """
+    dtypes = {str(jnp.dtype(x.dtype)) for x in (q, keys, own, *others)}
+    if q.shape[1] != 1:
+        return f"one root a row is needed, found r = {q.shape[1]}"
+    if max(q.shape[2], own.shape[2]) > TILE:
+        found = f"w = {q.shape[2]}, u = {own.shape[2]}"
+        return f"at most {TILE} slots and own keys are needed, found {found}"
+    if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16", "float32"}:
+        return f"one dtype of bfloat16, float16, float32 is needed, found {sorted(dtypes)}"
+    if keys.shape[3] < TILE or keys.shape[3] % 8:
+        wanted = f"a cache of a multiple of 8 slots, at least {TILE},"
+        return f"{wanted} is needed, found {keys.shape[3]}"
+    return None
+
+
+def of_queries(q, layer, row, lo, hi, ancestors, k: int, plan: Plan) -> tuple[jax.Array, ...]:
+    """What both kernels want first: place, limits, first slots and ancestors by query, queries."""
+    g = q.shape[3] // k
+    return (
+        place(layer, row),
+        limits(lo, hi),
+        by_query(lo[:, 0], g, plan.padded),
+        pack_ancestors(ancestors, g, plan.padded),
+        arrange_queries(q, k, plan),
+    )
+
+
 def place(layer, row) -> jax.Array:
     """[2]: layer, and the cache row of the batch's first."""
     return jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(row, jnp.int32)])

@@ -7,6 +7,7 @@ moves as many bytes as the all-reduce.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -117,13 +118,24 @@ class Exchange:
         ids = best + jax.lax.axis_index(MODEL) * own
         return jax.lax.pmin(jnp.where(here, ids, last), MODEL)
 
-    def columns(self, kernel: Float[Array, "d v"], ids: Int[Array, " dv"]) -> Float[Array, "d dv"]:
-        """Some columns of a kernel whose columns are the vocabulary, of which this is a part."""
+    def columns(
+        self,
+        take: Callable[[Int[Array, " dv"]], Float[Array, "d dv"]],
+        count: int,
+        ids: Int[Array, " dv"],
+    ) -> Float[Array, "d dv"]:
+        """Some columns of a kernel whose columns are the vocabulary, of which this is a part.
+
+        Args:
+            take: columns of the part, by their places in it.
+            count: columns of the part.
+            ids: places among all.
+        """
         if self.parts == 1:
-            return kernel[:, ids]
-        own = ids - jax.lax.axis_index(MODEL) * kernel.shape[1]
-        here = (own >= 0) & (own < kernel.shape[1])
-        found = kernel[:, jnp.where(here, own, 0)]
+            return take(ids)
+        own = ids - jax.lax.axis_index(MODEL) * count
+        here = (own >= 0) & (own < count)
+        found = take(jnp.where(here, own, 0))
         return jax.lax.psum(jnp.where(here[None], found, 0), MODEL)
 
     def over_rows(self, x: Float[Array, "..."]) -> Float[Array, "..."]:

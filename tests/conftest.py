@@ -5,6 +5,8 @@ import os
 # EAGLE3_TEST_PLATFORM=cuda runs the tests on a GPU. Child processes of a test follow it too.
 PLATFORM = os.environ.get("EAGLE3_TEST_PLATFORM", "cpu")
 os.environ["JAX_PLATFORMS"] = PLATFORM
+# Unoptimised code: the tests compile far longer than they compute. Child processes follow it too.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # XLA's threads. A warpgroup of an interpreted kernel that waits for another holds one: with as few
 # as there are cores, now and then none is left for the other.
 os.environ.setdefault("NPROC", "32")

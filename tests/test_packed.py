@@ -143,3 +143,11 @@ def test_no_kernel_is_widened_whole():
         compiled = jax.jit(lambda x, w: w.matmul(x)).lower(x, weight).compile()
         account = compiled.memory_analysis()
         assert account is not None and account.temp_size_in_bytes < most
+
+
+@each_kind
+def test_some_columns_are_the_widened_kernel_s(kind):
+    linear = Linear(jax.random.key(0), 64, 12)
+    linear.kernel = weight = random_weight(kind, 64, 12)
+    found = linear.columns(jnp.asarray([7, 0, 7, 11]))
+    np.testing.assert_array_equal(found, value(weight)[:, [7, 0, 7, 11]])

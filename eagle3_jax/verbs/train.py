@@ -11,7 +11,8 @@ from eagle3_jax.load import (
     load_drafter,
     load_verifier,
 )
-from eagle3_jax.training.trainer import DrafterShape, train
+from eagle3_jax.training.start import DrafterShape
+from eagle3_jax.training.trainer import train
 from eagle3_jax.verbs.common import Dtype, Result
 from sharding.mesh import MeshShape, mesh_of
 from sharding.processes import Processes, start_processes

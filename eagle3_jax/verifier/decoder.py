@@ -233,8 +233,9 @@ class Verifier(nnx.Module):
         return self.head(self.norm(hidden)).astype(jnp.float32)
 
     def head_of(self, vocabulary: Int[Array, " dv"]) -> Float[Array, "{self.config.width} dv"]:
-        """The head's columns of some tokens."""
-        return Exchange(self.mesh).columns(self.head.kernel[...], vocabulary)
+        """The head's columns of some tokens; of a packed head no others are widened."""
+        head = self.head
+        return Exchange(self.mesh).columns(head.columns, head.kernel.shape[1], vocabulary)
 
     def forward(
         self,

@@ -23,21 +23,12 @@ def unsupported(q, keys, values, own_keys, own_values) -> str | None:
     Not of a device: it needs a Hopper GPU, or the interpreter.
     """
     hd, hv = keys.shape[-1], values.shape[-1]
-    dtypes = {str(jnp.dtype(x.dtype)) for x in (q, keys, values, own_keys, own_values)}
-    if q.shape[1] != 1:
-        return f"one root a row is needed, found r = {q.shape[1]}"
-    if max(q.shape[2], own_keys.shape[2]) > TILE:
-        found = f"w = {q.shape[2]}, u = {own_keys.shape[2]}"
-        return f"at most {TILE} slots and own keys are needed, found {found}"
-    if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16", "float32"}:
-        return f"one dtype of bfloat16, float16, float32 is needed, found {sorted(dtypes)}"
+    reason = operands.unsupported(q, keys, own_keys, values, own_values)
+    if reason is not None:
+        return reason
     if hd % 16 or hv % 16:
         return f"head widths that are multiples of 16 are needed, found {hd} and {hv}"
-    if keys.shape[3] < TILE or keys.shape[3] % 8:
-        wanted = f"a cache of a multiple of 8 slots, at least {TILE},"
-        return f"{wanted} is needed, found {keys.shape[3]}"
-    plan = plan_of(q, keys, values)
-    if plan.stages < 2:
+    if plan_of(q, keys, values).stages < 2:
         return f"head widths {hd} and {hv} in {q.dtype} do not fit into shared memory"
     return None
 
@@ -108,32 +99,20 @@ def attend(
     reason = unsupported(q, keys, values, own_keys, own_values)
     if reason is not None:
         raise NotImplementedError(f"forest_attention on mosaic_gpu: {reason}; use xla")
-    b, _, w, h, _ = q.shape
-    k, g = keys.shape[2], h // keys.shape[2]
+    b, w, k = q.shape[0], q.shape[2], keys.shape[2]
     plan = plan_of(q, keys, values, splits)
-    kernel = plgpu.kernel(
+    kernel = hopper.make_kernel(
+        "forest_attention",
         functools.partial(_body, plan=plan, scale=scale),
-        out_type=(
-            jax.ShapeDtypeStruct((b, k, plan.splits, plan.written, plan.value_width), jnp.float32),
-            jax.ShapeDtypeStruct((b, k, plan.splits, 2, plan.padded), jnp.float32),
-        ),
-        grid=(b, k, plan.groups, plan.splits),
-        grid_names=hopper.GRID,
-        cluster=(plan.cluster,),
-        cluster_names=("cta",),
-        num_threads=plan.tiles + 1,
-        thread_name="wg",
-        scratch_types=_scratch(plan, keys.dtype),
-        compiler_params=hopper.compiler_params(plan),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
-        kernel_name="forest_attention",
+        plan,
+        batch=(b, k),
+        readers=plan.tiles,
+        totals=1,
+        scratch=_scratch(plan, keys.dtype),
+        interpret=interpret,
     )
     sums, stats = kernel(
-        operands.place(layer, row),
-        operands.limits(lo, hi),
-        operands.by_query(lo[:, 0], g, plan.padded),
-        operands.pack_ancestors(ancestors, g, plan.padded),
-        operands.arrange_queries(q, k, plan),
+        *operands.of_queries(q, layer, row, lo, hi, ancestors, k, plan),
         keys,
         values,
         operands.arrange_own(own_keys),

@@ -30,20 +30,12 @@ def unsupported(q, latents, own, value_width: int) -> str | None:
     Not of a device: it needs a Hopper GPU, or the interpreter.
     """
     hd = latents.shape[-1]
-    dtypes = {str(jnp.dtype(x.dtype)) for x in (q, latents, own)}
-    if q.shape[1] != 1:
-        return f"one root a row is needed, found r = {q.shape[1]}"
-    if max(q.shape[2], own.shape[2]) > TILE:
-        found = f"w = {q.shape[2]}, u = {own.shape[2]}"
-        return f"at most {TILE} slots and own keys are needed, found {found}"
-    if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16", "float32"}:
-        return f"one dtype of bfloat16, float16, float32 is needed, found {sorted(dtypes)}"
+    reason = operands.unsupported(q, latents, own)
+    if reason is not None:
+        return reason
     if hd % 16 or value_width % 32 or value_width > 512:
         wanted = "latents a multiple of 16 wide and values of 32, at most 512,"
         return f"{wanted} are needed, found {hd} and {value_width}"
-    if latents.shape[3] < TILE or latents.shape[3] % 8:
-        wanted = f"a cache of a multiple of 8 slots, at least {TILE},"
-        return f"{wanted} is needed, found {latents.shape[3]}"
     if plan_of(q, latents, value_width).stages < 2:
         return f"latents {hd} wide in {q.dtype} do not fit into shared memory"
     return None
@@ -96,31 +88,20 @@ def attend(
     reason = unsupported(q, latents, own, value_width)
     if reason is not None:
         raise NotImplementedError(f"latent_forest_attention on mosaic_gpu: {reason}; use xla")
-    b, _, w, h, _ = q.shape
+    b, w = q.shape[0], q.shape[2]
     plan = plan_of(q, latents, value_width, splits)
-    kernel = plgpu.kernel(
+    kernel = hopper.make_kernel(
+        "latent_forest_attention",
         functools.partial(_body, plan=plan, scale=scale),
-        out_type=(
-            jax.ShapeDtypeStruct((b, 1, plan.splits, plan.written, value_width), jnp.float32),
-            jax.ShapeDtypeStruct((b, 1, plan.splits, 1 + READERS, plan.padded), jnp.float32),
-        ),
-        grid=(b, 1, plan.groups, plan.splits),
-        grid_names=hopper.GRID,
-        cluster=(plan.cluster,),
-        cluster_names=("cta",),
-        num_threads=READERS + 1,
-        thread_name="wg",
-        scratch_types=_scratch(plan, latents.dtype),
-        compiler_params=hopper.compiler_params(plan),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
-        kernel_name="latent_forest_attention",
+        plan,
+        batch=(b, 1),
+        readers=READERS,
+        totals=READERS,
+        scratch=_scratch(plan, latents.dtype),
+        interpret=interpret,
     )
     sums, stats = kernel(
-        operands.place(layer, row),
-        operands.limits(lo, hi),
-        operands.by_query(lo[:, 0], h, plan.padded),
-        operands.pack_ancestors(ancestors, h, plan.padded),
-        operands.arrange_queries(q, 1, plan),
+        *operands.of_queries(q, layer, row, lo, hi, ancestors, 1, plan),
         latents,
         operands.arrange_own(own),
     )

@@ -15,7 +15,8 @@ from eagle3_jax.drafter import Drafter
 from eagle3_jax.load import find_drafter
 from eagle3_jax.states import arrays_of, fill
 from eagle3_jax.testing import tiny_drafter, tiny_verifier
-from eagle3_jax.training.trainer import DrafterShape, export, new_drafter
+from eagle3_jax.training.start import DrafterShape, new_drafter
+from eagle3_jax.training.trainer import export
 
 FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "qk_norm")
 MOST = {"fc_norm": True, "norm_before_residual": True, "norm_output": True, "qk_norm": True}

@@ -42,6 +42,7 @@ from eagle3_jax.generation import make_stages  # noqa: E402
 from eagle3_jax.load import BUNDLED  # noqa: E402
 from eagle3_jax.loop import run  # noqa: E402
 from eagle3_jax.loop.learn import Batches, LearnStages, LearnState, empty_tally  # noqa: E402
+from eagle3_jax.packed import PackedWeight  # noqa: E402
 from eagle3_jax.states import arrays_of  # noqa: E402
 from eagle3_jax.tokenizer import Tokenizer  # noqa: E402
 from eagle3_jax.verifier import Verifier  # noqa: E402
@@ -205,18 +206,45 @@ def collectives(verifier: Verifier, drafter: Drafter) -> list[list[tuple[str, st
     return list(found.values())
 
 
+def as_folder(folder: Path) -> None:
+    """A random DeepSeek as a folder of the hub."""
+    config = dataclasses.replace(DEEPSEEK, rope=RopeConfig(interleaved=True))
+    write_folder(folder, to_hub(config, to_host(arrays_of(random_verifier(config)))))
+    write_json(folder / "config.json", config_to_hub(config))
+
+
 def placed_from_folder(folder: Path) -> tuple[float, float]:
     """How far loading onto a mesh is from placing what is loaded; a device's share of gate_up."""
-    config = dataclasses.replace(DEEPSEEK, rope=RopeConfig(interleaved=True))
-    arrays = to_host(arrays_of(random_verifier(config)))
-    write_folder(folder, to_hub(config, arrays))
-    write_json(folder / "config.json", config_to_hub(config))
     mesh = make_mesh(tensor=2, expert=4)
     loaded = e3.load_verifier(folder, "float32", mesh=mesh)
-    again = on_mesh(e3.load_verifier(folder, "float32"), mesh)
-    assert loaded.experts is not None
+    alone = e3.load_verifier(folder, "float32")
+    assert loaded.experts is not None and alone.experts is not None
     own = loaded.experts.gate_up[...].addressable_shards[0].data
-    return apart(loaded, again), own.size / arrays["experts.gate_up"].size
+    return apart(loaded, on_mesh(alone, mesh)), own.size / alone.experts.gate_up[...].size
+
+
+def int8_from_folder(folder: Path) -> list[float]:
+    """How far a verifier in int8 over a mesh is from one on a device, of few tokens and of many."""
+    mesh = make_mesh(tensor=2, expert=4)
+    alone, over = (
+        e3.load_verifier(folder, "float32", quantization="int8", mesh=m) for m in (None, mesh)
+    )
+    return [apart(scores(alone, 2, n), scores(over, 2, n)) for n in (7, 70)]
+
+
+def with_int4_experts() -> Verifier:
+    """A random DeepSeek whose experts are codes of 4 bits, in groups of 32 inputs."""
+    assert DEEPSEEK.experts is not None
+    wide = dataclasses.replace(DEEPSEEK.experts, width=64)
+    verifier = random_verifier(dataclasses.replace(DEEPSEEK, experts=wide))
+    experts, rng = verifier.experts, np.random.default_rng(2)
+    assert experts is not None
+    for name in ("gate_up", "down"):
+        *lead, inputs, outputs = getattr(experts, name).shape
+        codes = rng.integers(0, 256, (*lead, outputs, inputs // 2)).astype(np.uint8)
+        scales = jnp.asarray(rng.uniform(0.01, 0.05, (*lead, outputs, inputs // 32)), jnp.bfloat16)
+        setattr(experts, name, PackedWeight(codes=jnp.asarray(codes), scales=scales))
+    return verifier
 
 
 def main() -> None:
@@ -245,7 +273,13 @@ def main() -> None:
     found["cache"] = list(eight.make_cache(2, 256).keys.shape)
     layers = on_mesh(deepseek, make_mesh(expert=8))
     found["collectives"] = collectives(layers, drafter)
+    as_folder(folder)
     found["from folder"] = placed_from_folder(folder)
+    found["int8"] = int8_from_folder(folder)
+    int4 = with_int4_experts()
+    over = on_mesh(int4, make_mesh(tensor=2, expert=4))
+    found["int4"] = [apart(scores(int4, 2, n), scores(over, 2, n)) for n in (7, 70)]
+    found["int4 tokens"] = texts(int4, drafter) == texts(over, drafter)
     print(json.dumps(found))
 
 

@@ -20,7 +20,7 @@ CLOSE = 1e-5
 def found(tmp_path_factory):
     """What `on_eight.py` prints."""
     folder = tmp_path_factory.mktemp("eight")
-    flags = "--xla_force_host_platform_device_count=8"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("on_eight.py"), folder],
@@ -37,7 +37,13 @@ def test_logits_and_whole_features_are_one_device_s(found, tokens):
     assert found[tokens] < CLOSE
 
 
-@pytest.mark.parametrize("texts", ["same tokens", "same turns"])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_packed_weights_give_what_they_give_on_one_device(found, kind):
+    """Of few tokens and of many."""
+    assert max(found[kind]) < CLOSE
+
+
+@pytest.mark.parametrize("texts", ["same tokens", "same turns", "int4 tokens"])
 def test_texts_are_one_device_s(found, texts):
     assert found[texts] is True
 

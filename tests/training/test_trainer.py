@@ -17,7 +17,8 @@ from eagle3_jax.loop import run as run_loop
 from eagle3_jax.loop.learn import Batches, LearnStages, LearnState, chain_logits, empty_tally
 from eagle3_jax.testing import tiny_drafter, tiny_verifier
 from eagle3_jax.training import trainer
-from eagle3_jax.training.trainer import DrafterShape, new_drafter, summary, train
+from eagle3_jax.training.start import DrafterShape, new_drafter
+from eagle3_jax.training.trainer import summary, train
 
 STEPS = 3
 CONFIG = TrainConfig(
