@@ -1,8 +1,9 @@
 """Linear maps as CPU likes them for a few rows: an array a layer, stored the other way around.
 
-XLA:CPU multiplies two rows or more through YNNPACK, which packs a kernel [in, out] anew for every
-product; one stored [out, in] it reads nearly as it lies. One row costs the same either way. And a
-scan over stacked layers copies each layer's kernels out of the stack before it reads them.
+XLA:CPU multiplies two rows or more through YNNPACK, which packs the right operand anew for every
+product: with a few rows on the left that is the kernel, and takes far longer than the product. So
+the kernel is the left operand here, stored [out, in] as that wants it. And a scan over stacked
+layers copies each layer's kernels out of the stack before it reads them.
 """
 
 import functools
@@ -26,11 +27,17 @@ def turned_matmul(x: Float[Array, "... a"], kernel: Float[Array, "z a"]) -> Floa
     """`x @ kernel.T`, at the highest precision in float32."""
     rows = x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
-    if count == 1 and x.dtype == jnp.bfloat16:
-        # A product of a single row would widen the kernel to float32 first.
-        rows = jnp.concatenate([rows, rows])
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    y = jax.lax.dot_general(rows, kernel, (((1,), (1,)), ((), ())), precision=precision)
+    both = (((1,), (1,)), ((), ()))
+    if count == 1 and x.dtype == jnp.float32:
+        y = jax.lax.dot_general(rows, kernel, both, precision=precision)
+    else:
+        if count == 1:
+            # A product of a single row would widen the kernel to float32 first.
+            rows = jnp.concatenate([rows, rows])
+        y = jax.lax.dot_general(kernel, rows, both, precision=precision)
+        # XLA would make one product of this and the transposition, with the kernel on the right.
+        y = jax.lax.optimization_barrier(y).T
     return y[:count].reshape(*x.shape[:-1], y.shape[-1])
 
 
