@@ -2,8 +2,8 @@
 
 XLA:CPU multiplies two rows or more through YNNPACK, which packs the right operand anew for every
 product: with a few rows on the left that is the kernel, and takes far longer than the product. So
-the kernel is the left operand here, stored [out, in] as that wants it. And a scan over stacked
-layers copies each layer's kernels out of the stack before it reads them.
+the kernel is the left operand of few rows here, stored [out, in] as that wants it. And a scan over
+stacked layers copies each layer's kernels out of the stack before it reads them.
 """
 
 import functools
@@ -19,6 +19,9 @@ from jaxtyping import Float, Int
 from eagle3_jax.layers import Linear
 from eagle3_jax.packed import PackedWeight, multiply_layer
 
+FEW = 32
+"""Up to so many rows a product is faster with the kernel on the left."""
+
 Kernels = list[Array] | PackedWeight
 """Of all layers: an array [out, in] each, or a packed stack."""
 
@@ -29,7 +32,7 @@ def turned_matmul(x: Float[Array, "... a"], kernel: Float[Array, "z a"]) -> Floa
     count = rows.shape[0]
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     both = (((1,), (1,)), ((), ()))
-    if count == 1 and x.dtype == jnp.float32:
+    if count > FEW or (count == 1 and x.dtype == jnp.float32):
         y = jax.lax.dot_general(rows, kernel, both, precision=precision)
     else:
         if count == 1:

@@ -19,7 +19,7 @@ from eagle3_jax.verifier import Verifier
 PROMPTS = [[5, 9, 2, 40, 7], [11, 3]]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("rows", [1, 2, 5, 40])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_turned_map_multiplies_the_same(rows, dtype):
     """In both dtypes, for a single row too, with its bias."""
