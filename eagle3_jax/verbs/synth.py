@@ -11,7 +11,8 @@ from eagle3_jax.console import fields, progress
 from eagle3_jax.contracts import RequestError
 from eagle3_jax.load import load_verifier
 from eagle3_jax.training.synth import SynthConfig, synthesise
-from eagle3_jax.verbs.common import Dtype, Result, SpeculationFlags, load
+from eagle3_jax.verbs.common import Dtype, Quantization, Result, SpeculationFlags, load
+from sharding.mesh import MeshShape, mesh_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,10 +26,12 @@ class Synth:
         verifier: a folder or a bundled name.
         drafter: a folder or a bundled name; None is plain decoding.
         dtype: of weights and activations; None is what the drafter's manifest recommends.
+        quantization: `int8` packs the verifier's weights, as in `eagle3 decode`.
         rows: conversations answered side by side.
         limit: rows of the file at most; the first conversations.
         synth: what the rows are.
         speculation: what is drafted.
+        mesh: devices that the verifier lies over.
         json: one JSON object on standard output, all else on standard error.
     """
 
@@ -37,10 +40,12 @@ class Synth:
     verifier: str = "tiny-kimi"
     drafter: str | None = None
     dtype: Dtype = None
+    quantization: Quantization = None
     rows: int = 64
     limit: int | None = None
     synth: Annotated[SynthConfig, tyro.conf.arg(name="")] = SynthConfig()
     speculation: SpeculationFlags = SpeculationFlags()
+    mesh: MeshShape = MeshShape()
     json: bool = False
 
     def execute(self) -> Result:
@@ -48,11 +53,11 @@ class Synth:
         paths = sum(self.prompts, ())
         if not paths:
             raise RequestError("synth needs --prompts FILE, a JSONL file of prompts")
-        drafter = None
+        drafter, where = None, (mesh_of(self.mesh), self.quantization)
         if self.drafter is None:
-            verifier = load_verifier(self.verifier, self.dtype)
+            verifier = load_verifier(self.verifier, self.dtype, *where)
         else:
-            verifier, drafters = load(self.verifier, (self.drafter,), self.dtype)
+            verifier, drafters = load(self.verifier, (self.drafter,), self.dtype, *where)
             drafter = drafters[self.drafter]
         speculation = self.speculation.over(drafter)
         with progress("answering") as show:

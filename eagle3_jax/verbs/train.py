@@ -13,7 +13,7 @@ from eagle3_jax.load import (
 )
 from eagle3_jax.training.start import DrafterShape
 from eagle3_jax.training.trainer import train
-from eagle3_jax.verbs.common import Dtype, Result
+from eagle3_jax.verbs.common import Dtype, Quantization, Result
 from sharding.mesh import MeshShape, mesh_of
 from sharding.processes import Processes, start_processes
 
@@ -27,6 +27,7 @@ class Train:
         data: training rows, a JSONL file.
         run: the run's folder, e.g. runs/NAME; the drafter is written into it.
         dtype: of the verifier's weights and activations.
+        quantization: `int8` packs the verifier's weights, as in `eagle3 decode`.
         boundaries: of the features the drafter is fed; None is 2, L // 2, L - 3.
         train: how it is trained.
         drafter: its sizes; what is None follows the verifier.
@@ -45,6 +46,7 @@ class Train:
     data: Path
     run: Path
     dtype: Dtype = None
+    quantization: Quantization = None
     boundaries: tuple[int, ...] | None = None
     train: TrainConfig = TrainConfig()
     drafter: DrafterShape = DrafterShape()
@@ -59,7 +61,8 @@ class Train:
     def execute(self) -> Result:
         """Train to the end, or go on with a run."""
         start_processes(self.processes)
-        verifier = load_verifier(self.verifier, self.dtype, mesh_of(self.mesh))
+        mesh = mesh_of(self.mesh)
+        verifier = load_verifier(self.verifier, self.dtype, mesh, self.quantization)
         start = None
         if self.start is not None:
             if self.boundaries is not None or self.drafter != DrafterShape():
