@@ -35,9 +35,11 @@ smollm2: $(SMOLLM2)
 	$(BIN)/eagle3 decode --verifier smollm2 --compare-plain $(ARGS) \
 		"Explain in one paragraph why the sky is blue."
 
-# A process a core; a file whole in one of them, whose tests share what it compiles.
+# A process a core; a file whole in one of them, whose tests share what it compiles. In their order,
+# as otherwise the files of few and long tests come last, and one process waits for the other.
 test: lint
-	$(BIN)/python -m pytest --numprocesses=auto --dist=loadfile --durations=15 $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=auto --dist=loadfile --no-loadscope-reorder \
+		--durations=15 $(ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff check

@@ -1,8 +1,10 @@
 """Two processes of four devices are one program: decoding, training, a lost process, resuming.
 
 generate  both give a single device's tokens; the first alone prints
+cluster   the same where a Slurm step's environment says who is where
 worker    training as a single device's; kill -9 of the second: the first ends within a minute
-leader    the run goes on from its checkpoint; kill -9 of the first: the second ends likewise
+frozen    the run goes on from its checkpoint; the second is stopped, its sockets open: likewise
+leader    goes on again; kill -9 of the first: the second ends likewise
 four      the run goes on on four devices of one process; the whole curve is the single device's
 
 On loopback, CPU, with tiny-kimi in float32. The last line is PASS or FAIL.
@@ -34,22 +36,33 @@ def said(what: str, passed: bool) -> bool:
     return passed
 
 
-def start(words: list[str], devices: int, folder: Path, name: str) -> subprocess.Popen:
-    """One process of the command line, its output in files of the folder."""
+def start(words: list[str], devices: int, folder: Path, name: str, **more: str) -> subprocess.Popen:
+    """One process of the command line, its output in files of the folder; `more` environment."""
     flags = f"--xla_force_host_platform_device_count={devices}"
-    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | more
     out, err = ((folder / f"{name}.{kind}").open("w") for kind in ("out", "err"))
     return subprocess.Popen(
         [sys.executable, "-m", "eagle3_jax", *words, "--json"], env=env, stdout=out, stderr=err
     )
 
 
-def pair(words: list[str], folder: Path) -> list[subprocess.Popen]:
-    """Both processes."""
+def pair(words: list[str], folder: Path, slurm: bool = False) -> list[subprocess.Popen]:
+    """Both processes, which find each other by addresses or by a Slurm step's environment."""
+    mesh = ["--mesh.data", "2", "--mesh.expert", "4"]
+    if slurm:
+        step = {
+            "SLURM_JOB_ID": str(random.randrange(4096)),  # jax's port follows from it
+            "SLURM_STEP_NODELIST": "127.0.0.1",
+            "SLURM_STEP_NUM_NODES": "1",
+            "SLURM_NTASKS": "2",
+        }
+        each = [step | {"SLURM_PROCID": i, "SLURM_LOCALID": i} for i in ("0", "1")]
+        words = [*words, *mesh, "--processes.cluster"]
+        return [start(words, 4, folder, f"{words[0]}{i}", **own) for i, own in enumerate(each)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    together = ["--mesh.data", "2", "--mesh.expert", "4", "--processes.count", "2"]
+    together = [*mesh, "--processes.count", "2"]
     together += ["--processes.coordinator", f"127.0.0.1:{port}", "--processes.index"]
     return [start([*words, *together, str(i)], 4, folder, f"{words[0]}{i}") for i in (0, 1)]
 
@@ -61,13 +74,15 @@ def curve(run: Path) -> dict[int, tuple[float, float]]:
     return {row["update"]: (row["loss"], row["held_out_loss"]) for row in rows}
 
 
-def lose(victim: int, words: list[str], run: Path, folder: Path) -> bool:
-    """Kill one of two training processes after its next checkpoint; whether the other ends."""
+def lose(
+    victim: int, words: list[str], run: Path, folder: Path, by: signal.Signals = signal.SIGKILL
+) -> bool:
+    """Signal one of two training processes after its next checkpoint; whether the other ends."""
     before = len(curve(run))
     both = pair(words, folder)
     while len(curve(run)) == before and all(one.poll() is None for one in both):
         time.sleep(0.05)
-    both[victim].send_signal(signal.SIGKILL)
+    both[victim].send_signal(by)
     clock, other = time.perf_counter(), both[1 - victim]
     try:
         status = other.wait(MOST_SECONDS)
@@ -75,15 +90,17 @@ def lose(victim: int, words: list[str], run: Path, folder: Path) -> bool:
         status = None
         other.kill()
     seconds = time.perf_counter() - clock
+    both[victim].kill()
     text = (folder / f"train{1 - victim}.err").read_text()
     cause = [
         line for line in text.splitlines() if "lost or failed" in line or "Terminating" in line
     ]
     done = max(curve(run))
-    print(f"  killed after update {done}; the other ended with {status} after {seconds:.1f} s")
+    print(f"  {by.name} after update {done}; the other ended with {status} after {seconds:.1f} s")
     print(f"  {' '.join(cause)[:160]}", flush=True)
     who = ("first", "second")[victim]
-    return said(f"the {who} lost: the other ends", status not in (None, 0) and bool(cause))
+    what = "killed" if by == signal.SIGKILL else "frozen"
+    return said(f"the {who} {what}: the other ends", status not in (None, 0) and bool(cause))
 
 
 def decode(folder: Path) -> bool:
@@ -91,16 +108,20 @@ def decode(folder: Path) -> bool:
     words = ["decode", *PROMPTS, "--raw", "--dtype", "float32", "--max-new-tokens", "48"]
     alone = start(words, 1, folder, "alone")
     alone.wait()
-    for process in pair(words, folder):
-        process.wait()
-    said_by = [(folder / f"{name}.out").read_text() for name in ("alone", "decode0", "decode1")]
-    if not all(said_by[:2]):
-        print((folder / "alone.err").read_text(), (folder / "decode0.err").read_text())
-        return said("both generate what a single device does", False)
-    tokens = [[row["tokens"] for row in json.loads(text)["rows"]] for text in said_by[:2]]
-    return said("both generate what a single device does", tokens[0] == tokens[1]) & said(
-        "the second prints nothing", not said_by[2]
-    )
+    passed = True
+    for slurm in (False, True):
+        for process in pair(words, folder, slurm):
+            process.wait()
+        said_by = [(folder / f"{name}.out").read_text() for name in ("alone", "decode0", "decode1")]
+        how = "in a Slurm step" if slurm else "by addresses"
+        if not all(said_by[:2]):
+            print((folder / "alone.err").read_text(), (folder / "decode0.err").read_text())
+            passed &= said(f"{how} both generate what a single device does", False)
+            continue
+        tokens = [[row["tokens"] for row in json.loads(text)["rows"]] for text in said_by[:2]]
+        passed &= said(f"{how} both generate what a single device does", tokens[0] == tokens[1])
+        passed &= said("the second prints nothing", not said_by[2])
+    return passed
 
 
 def main() -> int:
@@ -124,6 +145,7 @@ def main() -> int:
         single, run = folder / "single", folder / "run"
         start([*words, str(single)], 1, folder, "single").wait()
         passed &= lose(1, [*words, str(run)], run, folder)
+        passed &= lose(1, [*words, str(run), "--resume"], run, folder, signal.SIGSTOP)
         passed &= lose(0, [*words, str(run), "--resume"], run, folder)
         four = [*words, str(run), "--resume", "--mesh.data", "2", "--mesh.expert", "2"]
         status = start(four, 4, folder, "four").wait()

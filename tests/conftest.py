@@ -24,6 +24,9 @@ jax.config.update("jax_default_matmul_precision", "highest")
 # No test may depend on what an earlier run has compiled.
 jax.config.update("jax_enable_compilation_cache", False)
 
+# Tracing makes many objects and little garbage; each file's end collects all of it.
+gc.set_threshold(50_000)
+
 hypothesis.settings.register_profile(
     "eagle3",
     deadline=None,  # the first example compiles, the others do not
