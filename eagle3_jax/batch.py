@@ -204,7 +204,7 @@ class Batch:
             drafted=seen["drafted"][row][new].astype(bool).tolist(),
             text=None if self.tokenizer is None else self.tokenizer.decode(tokens),
             cycles=int(seen["cycles"][row]),
-            accepted=tuple(int(i) for i in seen["accepted"][row]),
+            accepted=tuple(int(i) for i in seen["accepted"][row][: self.stages.depth]),
             logprobs=None if logprobs is None else logprobs[row][new].tolist(),
         )
 

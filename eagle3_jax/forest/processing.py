@@ -44,7 +44,8 @@ class Plan:
         penalty: some row has a repetition penalty.
         bias: some row has a logit bias.
         minimum: some row has a minimum of new tokens.
-        stops: stop tokens of a row beside the model's own, at most.
+        stops: stop tokens of a row beside the model's own, at most; never 0, since jaxlib 0.11.2
+            crashes where it compiles a mapped loop that carries an empty array.
         logprobs: log-probabilities of emitted tokens are kept.
         hook: the caller's own processor.
     """
@@ -56,7 +57,7 @@ class Plan:
     penalty: bool = False
     bias: bool = False
     minimum: bool = False
-    stops: int = 0
+    stops: int = 1
     logprobs: bool = False
     hook: Hook | None = None
 
@@ -107,7 +108,7 @@ def plan_of(
         penalty=any(s.repetition_penalty != 1 for s in samplings),
         bias=any(s.logit_bias for s in samplings),
         minimum=any(s.min_new_tokens > 0 for s in samplings),
-        stops=max((len(s.stop_tokens) for s in samplings), default=0),
+        stops=max([1, *(len(s.stop_tokens) for s in samplings)]),
         logprobs=logprobs,
         hook=hook,
     )

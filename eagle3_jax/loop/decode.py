@@ -76,7 +76,7 @@ class DecodeState(nnx.Pytree):
         seen: tokens of each row's text; None where no row has a repetition penalty.
         logprobs: of new tokens under the verifier's own distribution; None unasked.
         cycles: cycles the row was live in.
-        accepted: cycles in which the node of each depth was accepted.
+        accepted: cycles in which the node of each depth was accepted; of plain decoding a zero.
     """
 
     tokens: Int[Array, "b s"] = nnx.data()
@@ -226,7 +226,9 @@ class DecodeStages(nnx.Pytree):
             seen=jnp.zeros((rows, v), bool) if self.plan.penalty else None,
             logprobs=jnp.zeros((rows, capacity)) if self.plan.logprobs else None,
             cycles=zeros(),
-            accepted=jnp.zeros((rows, self.depth), jnp.int32),
+            # Not empty in plain decoding either: jaxlib 0.11.2 crashes where it compiles a mapped
+            # loop that carries an empty array.
+            accepted=jnp.zeros((rows, max(self.depth, 1)), jnp.int32),
         )
 
     def going(self, state: DecodeState) -> Bool[Array, ""]:
@@ -336,7 +338,8 @@ class DecodeStages(nnx.Pytree):
         emitted = jnp.minimum(jnp.minimum(count, until_end + 1), state.limit - state.end)
         end = jnp.where(live, state.end + emitted, state.end)
         ended = jnp.any(last & (slot < emitted[:, None]), axis=1)
-        accepted = slot[:, 1:] < count[:, None]
+        depths = jnp.arange(1, 1 + state.accepted.shape[1], dtype=jnp.int32)
+        accepted = depths[None] < count[:, None]
         pending = None
         if scores.features is not None and state.pending is not None:
             pending = jnp.take_along_axis(scores.features, path[..., None], axis=1)
