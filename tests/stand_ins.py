@@ -2,6 +2,7 @@
 pass unshaped, with the reason."""
 
 import atexit
+import functools
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -45,9 +46,33 @@ FIELD_SIZES = {**SIZES, "hv": SIZES["hd"]}
 LEAD = (2, 3)
 """Axes of `*lead` and of `...`."""
 
-LLAMA = testing.tiny_verifier("llama")
-DEEPSEEK = testing.tiny_verifier("deepseek")
-DRAFTER = testing.tiny_drafter("llama", head_width=SIZES["hd"])
+# Models are made when a test asks for one, since every process of a run reads this file.
+
+
+@functools.cache
+def llama() -> Verifier:
+    """A tiny one."""
+    return testing.tiny_verifier("llama")
+
+
+@functools.cache
+def deepseek() -> Verifier:
+    """A tiny one."""
+    return testing.tiny_verifier("deepseek")
+
+
+@functools.cache
+def drafter() -> Drafter:
+    """For the tiny Llama."""
+    return testing.tiny_drafter("llama", head_width=SIZES["hd"])
+
+
+@functools.cache
+def stages() -> DecodeStages:
+    """Decoding by the two."""
+    return DecodeStages(verifier=llama(), drafter=drafter(), speculation=Speculation(depth=2))
+
+
 KEY = jax.random.key(0)
 
 
@@ -55,8 +80,6 @@ def one_layer(stack):
     """A layer of a stack, as `jax.lax.scan` hands it out."""
     return jax.tree.map(lambda x: x[0], stack)
 
-
-STAGES = DecodeStages(verifier=LLAMA, drafter=DRAFTER, speculation=Speculation(depth=2))
 
 # What stands for an argument, or for `self`, of a type that is not made from its annotations.
 OF_TYPE: dict[Any, Callable[[], Any]] = {
@@ -68,27 +91,27 @@ OF_TYPE: dict[Any, Callable[[], Any]] = {
     list[int]: lambda: [1, 2],
     Sampling: lambda: Sampling(),
     Plan: lambda: Plan(drawn=True, most_kept=2, top_p=True, min_p=True, penalty=True),
-    FeatureSpec: lambda: DRAFTER.spec,
+    FeatureSpec: lambda: drafter().spec,
     RopeConfig: lambda: RopeConfig(),
-    VerifierConfig: lambda: LLAMA.config,
-    ExpertsConfig: lambda: DEEPSEEK.config.experts,
-    Verifier: lambda: LLAMA,
-    Drafter: lambda: DRAFTER,
-    DecodeStages: lambda: STAGES,
+    VerifierConfig: lambda: llama().config,
+    ExpertsConfig: lambda: deepseek().config.experts,
+    Verifier: lambda: llama(),
+    Drafter: lambda: drafter(),
+    DecodeStages: lambda: stages(),
     Any: lambda: (),
     Backend: lambda: "xla",
-    DecodeState: lambda: STAGES.make_state(SIZES["b"], 128),
+    DecodeState: lambda: stages().make_state(SIZES["b"], 128),
     PackedWeight: lambda: packed_weight(),
     Linear: lambda: Linear(KEY, SIZES["a"], SIZES["z"]),
     Turned: lambda: Turned(Linear(KEY, SIZES["a"], SIZES["z"])),
     Apart: lambda: apart_linear(),
     RmsNorm: lambda: RmsNorm(SIZES["a"], 1e-6),
     Mlp: lambda: Mlp(KEY, SIZES["a"], SIZES["i"]),
-    GroupedQueryAttention: lambda: one_layer(LLAMA.dense_layers).attention,
-    LatentAttention: lambda: one_layer(DEEPSEEK.moe_layers).attention,
-    Layer: lambda: one_layer(LLAMA.dense_layers),
-    Router: lambda: one_layer(DEEPSEEK.moe_layers).router,
-    Experts: lambda: DEEPSEEK.experts,
+    GroupedQueryAttention: lambda: one_layer(llama().dense_layers).attention,
+    LatentAttention: lambda: one_layer(deepseek().moe_layers).attention,
+    Layer: lambda: one_layer(llama().dense_layers),
+    Router: lambda: one_layer(deepseek().moe_layers).router,
+    Experts: lambda: deepseek().experts,
     Exchange: lambda: Exchange(None, (SIZES["b"], SIZES["r"], SIZES["w"])),
     Readings: lambda: kept_readings(),
 }
@@ -99,7 +122,7 @@ def kept_readings() -> Readings:
     document = Document("a", np.full(999, 2, np.int32), np.ones(999, bool))
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder)
-    return Readings(folder, LLAMA, Packed([document], 8, 0), (1, 2))
+    return Readings(folder, llama(), Packed([document], 8, 0), (1, 2))
 
 
 def packed_weight(*lead: int) -> PackedWeight:
@@ -119,7 +142,7 @@ def apart_linear() -> Apart:
 def one_root() -> Roots:
     """Of every row, as decoding has it."""
     b, zero = SIZES["b"], jnp.zeros((SIZES["b"], 1), jnp.int32)
-    context = DRAFTER.make_cache(b, SIZES["s"])
+    context = drafter().make_cache(b, SIZES["s"])
     return Roots(positions=zero, lo=zero, hi=zero, context=context)
 
 
@@ -127,10 +150,10 @@ def one_root() -> Roots:
 ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
     "eagle3_jax.verifier.attention.attend_and_keep": {"cache": lambda: None},
     "eagle3_jax.packed.multiply_layer": {"stack": lambda: packed_weight(SIZES["l"])},
-    "eagle3_jax.turned.bind": {"layer": lambda: LLAMA, "kernels": lambda: []},
+    "eagle3_jax.turned.bind": {"layer": lambda: llama(), "kernels": lambda: []},
     "eagle3_jax.layers.stacked": {"make": lambda: lambda key: Linear(key, 2, 2)},
     "eagle3_jax.forest.trees.grow_tree": {
-        "embed": lambda: LLAMA.embed,
+        "embed": lambda: llama().embed,
         "hidden": lambda: DraftHidden(array=jnp.zeros((SIZES["b"], 1, SIZES["m"]))),
         "roots": one_root,
         "speculation": lambda: Speculation(depth=2, topk=2, nodes=3),
@@ -142,12 +165,12 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
     "sharding.exchange.Exchange.columns": {
         "take": lambda: lambda ids: jnp.zeros((SIZES["d"], ids.size))
     },
-    "eagle3_jax.loop.run.run": {"stages": lambda: STAGES, "state": OF_TYPE[DecodeState]},
+    "eagle3_jax.loop.run.run": {"stages": lambda: stages(), "state": OF_TYPE[DecodeState]},
     "eagle3_jax.drafter.vocabulary.check_vocabulary": {"vocab_size": lambda: SIZES["v"]},
-    "eagle3_jax.drafter.drafter.Drafter.__init__": {"config": lambda: DRAFTER.config},
-    "eagle3_jax.verifier.attention.LatentAttention.__init__": {"config": lambda: DEEPSEEK.config},
+    "eagle3_jax.drafter.drafter.Drafter.__init__": {"config": lambda: drafter().config},
+    "eagle3_jax.verifier.attention.LatentAttention.__init__": {"config": lambda: deepseek().config},
     "eagle3_jax.verifier.attention.LatentAttention.__call__": {
-        "cache": lambda: DEEPSEEK.make_cache(SIZES["b"], SIZES["s"])
+        "cache": lambda: deepseek().make_cache(SIZES["b"], SIZES["s"])
     },
 }
 

@@ -48,6 +48,15 @@ def test_plain_decoding_is_the_verifiers_greedy_choice(pair, prompts, plain):
         assert best[len(prompt) - 1 : -1].tolist() == tokens
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_no_array_of_the_state_is_empty(pair, depth):
+    """jaxlib 0.11.2 crashes where it compiles a mapped loop that carries one."""
+    drafter = pair[1] if depth else None
+    stages = DecodeStages(verifier=pair[0], drafter=drafter, speculation=Speculation(depth=2))
+    state = jax.eval_shape(lambda: stages.make_state(2, 128))
+    assert min(x.size for x in jax.tree.leaves(state)) > 0
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_speculative_equals_plain_token_for_token(pair, prompts, plain, rows):
     speculation = Speculation(depth=3)
